@@ -1,0 +1,31 @@
+# Each target does all the set-up on a fresh machine with Python 3.11 or newer; a second run reuses it.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: demo test check clean
+
+demo: $(VENV)/.ready
+	$(BIN)/python -m examples.movielens.train
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+# The package goes in last and editable: a change of the sources needs no new set-up.
+$(VENV)/.ready: $(wildcard requirements/*.txt) pyproject.toml
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -r requirements/cpu.txt -r requirements/dev.txt
+	$(PIP) install --no-deps -r requirements/cpu-no-deps.txt
+	$(PIP) install --no-deps --editable .
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,28 @@
+"""torchrec_kt: the regroup step of recommendation models, faster and right.
+
+A drop-in for TorchRec's ``KTRegroupAsDict`` and ``KeyedTensor.regroup``. What needs TorchRec is
+imported when it is first used, so that :mod:`torchrec_kt.ops` works with torch alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .modules import KTRegroupAsDict, PermuteMultiEmbedding, regroup, regroup_as_dict
+
+__all__ = ["KTRegroupAsDict", "PermuteMultiEmbedding", "__version__", "regroup", "regroup_as_dict"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from . import modules
+
+        return getattr(modules, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,14 @@
+"""What a model author touches. Needs TorchRec."""
+
+try:
+    import torchrec as _torchrec  # noqa: F401  # pyright: ignore[reportUnusedImport]
+except ImportError as error:
+    raise ImportError(
+        f"this part of torchrec_kt needs torchrec, whose import failed ({error}). Install torchrec and a "
+        "matching fbgemm-gpu or fbgemm-gpu-cpu, see the README; torchrec_kt.ops works without them"
+    ) from error
+
+from .functional import regroup, regroup_as_dict
+from .regroup import KTRegroupAsDict, PermuteMultiEmbedding
+
+__all__ = ["KTRegroupAsDict", "PermuteMultiEmbedding", "regroup", "regroup_as_dict"]

@@ -1,0 +1,138 @@
+"""What calls have in common: reading KeyedTensors, checking names, finding the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedTensor
+
+from ..ops.plan import RegroupPlan
+
+__all__ = ["PlanCache", "Unpacked", "check_names", "common_key_dim", "unpack"]
+
+
+class Unpacked(NamedTuple):
+    """What a regroup reads of a list of KeyedTensors."""
+
+    keys: list[list[str]]
+    widths: list[list[int]]
+    values: list[Tensor]
+    key_dims: list[int]
+
+
+def unpack(keyed_tensors: Sequence[KeyedTensor]) -> Unpacked:
+    """Read keys, widths, values and key_dim of each KeyedTensor, or of what behaves like one.
+
+    Sharded modules return awaitables that are no KeyedTensor but answer as one, so nothing is asked
+    about types unless reading fails.
+    """
+    try:
+        return Unpacked(
+            [kt.keys() for kt in keyed_tensors],
+            [kt.length_per_key() for kt in keyed_tensors],
+            [kt.values() for kt in keyed_tensors],
+            [kt.key_dim() for kt in keyed_tensors],
+        )
+    except Exception as error:
+        if isinstance(keyed_tensors, KeyedTensor):
+            raise TypeError("keyed_tensors is a single KeyedTensor; expected a list, pass [it]") from error
+        for i, kt in enumerate(keyed_tensors):
+            if not all(hasattr(kt, name) for name in ("keys", "length_per_key", "values", "key_dim")):
+                raise TypeError(
+                    f"keyed_tensors[{i}] is a {type(kt).__name__}; expected a KeyedTensor"
+                ) from error
+        raise
+
+
+def common_key_dim(unpacked: Unpacked, used: Sequence[int]) -> int:
+    """The dimension that holds the keys, which the inputs in use must agree on."""
+    dims = unpacked.key_dims
+    if not dims:
+        return 1
+    if dims.count(dims[0]) == len(dims):
+        return dims[0]
+    counted = {i: dims[i] % max(1, unpacked.values[i].dim()) for i in used or (0,)}
+    first, *others = counted.items()
+    for i, dim in others:
+        if dim != first[1]:
+            raise ValueError(
+                f"keyed_tensors[{i}] has key_dim {dims[i]}, keyed_tensors[{first[0]}] has {dims[first[0]]}; they must "
+                "hold their keys in the same dimension"
+            )
+    return first[1]
+
+
+def check_names(groups: Sequence[Any], keys: Sequence[Any]) -> None:
+    """Raise ValueError unless there is one distinct output name per group."""
+    if len(groups) != len(keys):
+        raise ValueError(
+            f"got {len(groups)} groups and {len(keys)} keys; expected one key (output name) per group"
+        )
+    seen: set[Any] = set()
+    for name in keys:
+        if name in seen:
+            raise ValueError(
+                f"output key {name!r} is given more than once; a dict would lose all but the last of its groups"
+            )
+        seen.add(name)
+
+
+class _Entry(NamedTuple):
+    groups: list[list[str]]
+    keys: list[list[str]]
+    widths: list[list[int]]
+    plan: RegroupPlan
+
+
+class PlanCache:
+    """The plans used last, found by names, widths and groups.
+
+    A look-up compares lists, whose strings are mostly the same objects, so it costs about four
+    nanoseconds a key. It compares with copies: a list that its owner changed no longer matches. The
+    entries are replaced in one assignment, so threads may share a cache; at worst one of them
+    builds a plan twice.
+
+    Args:
+        size: how many plans to keep.
+    """
+
+    __slots__ = ("_entries", "_size")
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._entries: tuple[_Entry, ...] = ()
+
+    def find(
+        self, groups: Sequence[Sequence[str]], keys: Sequence[Sequence[str]], widths: Sequence[Sequence[int]]
+    ) -> RegroupPlan:
+        """The plan for these arguments; errors are those of :meth:`RegroupPlan.build`."""
+        entries = self._entries
+        for n, entry in enumerate(entries):
+            # Groups first: among calls on the same inputs they differ soonest.
+            if entry.groups == groups and entry.keys == keys and entry.widths == widths:
+                if n:
+                    self._entries = (entry, *entries[:n], *entries[n + 1 :])
+                return entry.plan
+        plan = RegroupPlan.build(layouts=_pairs(keys, widths), groups=groups)
+        entry = _Entry(
+            [list(group) for group in groups], [list(k) for k in keys], [list(w) for w in widths], plan
+        )
+        if not (entry.groups == groups and entry.keys == keys and entry.widths == widths):
+            # Tuples where lists are usual; found again only as lists.
+            return self.find(entry.groups, entry.keys, entry.widths)
+        self._entries = (entry, *entries[: self._size - 1])
+        return plan
+
+    def clear(self) -> None:
+        self._entries = ()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _pairs(
+    keys: Sequence[Sequence[str]], widths: Sequence[Sequence[int]]
+) -> list[tuple[Sequence[str], Sequence[int]]]:
+    return list(zip(keys, widths))

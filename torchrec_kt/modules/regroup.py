@@ -1,0 +1,288 @@
+"""``KTRegroupAsDict``: a drop-in for TorchRec's module of that name."""
+
+from collections.abc import Sequence
+from typing import Any, Dict, List, Optional
+
+import torch
+from torch import Tensor
+from torchrec.modules.embedding_configs import DataType, data_type_to_dtype
+from torchrec.modules.regroup import KTRegroupAsDict as TorchRecKTRegroupAsDict
+from torchrec.modules.regroup import PermuteMultiEmbedding as TorchRecPermuteMultiEmbedding
+from torchrec.sparse.jagged_tensor import KeyedTensor
+
+from ..ops.compat import plan_rows
+from ..ops.plan import RegroupPlan
+from ..ops.regroup import apply_column_map
+from ._inputs import PlanCache, check_names, common_key_dim, unpack
+from .layout import Layout, read_layout
+
+__all__ = ["KTRegroupAsDict", "PermuteMultiEmbedding"]
+
+# Layouts alternate when one module serves several sources, or while a model is being sharded.
+_PLANS_PER_MODULE = 8
+
+
+class PermuteMultiEmbedding(TorchRecPermuteMultiEmbedding):
+    """Holds one plan as tensors and applies it: the part of :class:`KTRegroupAsDict` that graphs see.
+
+    Args:
+        groups: keys of each output; kept for readers, the plan decides.
+        multi_device: move the plan to the device of the values in each call.
+    """
+
+    def __init__(self, groups: List[List[str]], multi_device: bool = False) -> None:
+        super().__init__(groups, multi_device)
+        self.register_buffer("_permutes", torch.empty((0, 6), dtype=torch.int32), persistent=False)
+        self.register_buffer("_in_shapes", torch.empty(0, dtype=torch.int32), persistent=False)
+        self.register_buffer("_out_shapes", torch.empty(0, dtype=torch.int32), persistent=False)
+
+    def forward(
+        self, values: List[Tensor], key_dim: int = 1, dtype: Optional[torch.dtype] = None
+    ) -> List[Tensor]:
+        """Rearrange the columns of ``values`` by the plan held.
+
+        Args:
+            values: one tensor per input, columns in dimension ``key_dim``.
+            key_dim: the dimension that holds the columns.
+            dtype: of the outputs; by default that of the values.
+
+        Raises:
+            RuntimeError: there is no plan yet.
+        """
+        out_lengths = self._out_lengths
+        if out_lengths is None:
+            raise RuntimeError(
+                "PermuteMultiEmbedding has no plan yet; call init_tensors, or run or prepare the KTRegroupAsDict "
+                "it belongs to"
+            )
+        permutes = self._permutes
+        if self._multi_device:
+            permutes = permutes.to(values[0].device, non_blocking=True)
+        return torch.ops.torchrec_kt.regroup(values, permutes, out_lengths, key_dim, dtype)
+
+
+@torch.fx.wrap
+def _checked_values(
+    keyed_tensors: List[KeyedTensor], keys: List[List[str]], widths: List[List[int]]
+) -> List[Tensor]:
+    """Values of the KeyedTensors, which must have the layout that the graph was made for."""
+    if len(keyed_tensors) != len(keys):
+        raise ValueError(
+            f"this graph was made for {len(keys)} KeyedTensors and got {len(keyed_tensors)}; trace it anew"
+        )
+    values: List[Tensor] = []
+    for i, keyed_tensor in enumerate(keyed_tensors):
+        if keyed_tensor.keys() != keys[i] or keyed_tensor.length_per_key() != widths[i]:
+            raise ValueError(
+                f"keyed_tensors[{i}] has keys {keyed_tensor.keys()} of widths {keyed_tensor.length_per_key()}; this "
+                f"graph was made for keys {keys[i]} of widths {widths[i]}. Trace it anew with that layout"
+            )
+        values.append(keyed_tensor.values())
+    return values
+
+
+@torch.fx.wrap
+def _to_dict(keys: List[str], values: List[Tensor]) -> Dict[str, Tensor]:
+    return {key: values[i] for i, key in enumerate(keys)}
+
+
+@torch.fx.wrap
+def _regroup_at_run_time(module: Any, keyed_tensors: Any) -> Dict[str, Tensor]:
+    # What a graph calls that was traced before there was a plan.
+    return module.regroup_eagerly(keyed_tensors)
+
+
+class KTRegroupAsDict(TorchRecKTRegroupAsDict):
+    """Regroups the columns of KeyedTensors into a dict of tensors, one per group.
+
+    A drop-in for ``torchrec.modules.regroup.KTRegroupAsDict``. The plan is found on every call by
+    the names and widths of the input, so that sharding, another order of keys or another source
+    gives the columns that were asked for, by name. A handful of plans is kept.
+
+    Args:
+        groups: keys of each output. A key may be used any number of times, or not at all.
+        keys: the name of each output, all different.
+        emb_dtype: cast the outputs to this type while copying. Gradients return in the inputs' type.
+        multi_device: inputs may come on a device other than the module's (concerns graphs; eager
+            calls always follow their input).
+        layout: what the inputs will look like, if known; see :meth:`prepare`.
+
+    Raises:
+        ValueError: the numbers of groups and keys differ, or a key repeats.
+
+    Example:
+        >>> import torch
+        >>> from torchrec.sparse.jagged_tensor import KeyedTensor
+        >>> from torchrec_kt import KTRegroupAsDict
+        >>> kt = KeyedTensor(keys=["f1", "f2"], length_per_key=[1, 2], values=torch.tensor([[1, 2, 3]]))
+        >>> KTRegroupAsDict(groups=[["f2", "f1"], ["f1"]], keys=["object", "user"])([kt])
+        {'object': tensor([[2, 3, 1]]), 'user': tensor([[1]])}
+    """
+
+    _layout_keys: List[List[str]]
+    _layout_widths: List[List[int]]
+    _graph_plan: Optional[RegroupPlan]
+
+    # Python state that a scripted module neither has nor needs.
+    __jit_ignored_attributes__ = ["_plans", "_graph_plan"]  # noqa: RUF012
+
+    def __init__(
+        self,
+        groups: List[List[str]],
+        keys: List[str],
+        emb_dtype: Optional[DataType] = None,
+        multi_device: bool = False,
+        *,
+        layout: Optional[Sequence[Layout]] = None,
+    ) -> None:
+        check_names(groups, keys)
+        for g, group in enumerate(groups):
+            if isinstance(group, str):
+                raise TypeError(f"groups[{g}] is the string {group!r}; expected a list of keys")
+        # Copies: editing the caller's lists later must not change what is computed.
+        groups = [list(group) for group in groups]
+        super().__init__(groups, list(keys), emb_dtype, multi_device)
+        self._permute_pooled_embs_impl = PermuteMultiEmbedding(groups, multi_device)
+        self._out_dtype = _torch_dtype(emb_dtype)
+        self._layout_keys = []
+        self._layout_widths = []
+        self._plans = PlanCache(_PLANS_PER_MODULE)
+        self._graph_plan = None
+        if layout is not None:
+            self.prepare(layout)
+
+    def forward(self, keyed_tensors: List[KeyedTensor]) -> Dict[str, Tensor]:
+        """Regroup.
+
+        Args:
+            keyed_tensors: values ``[batch, sum of widths]`` each, or any rank with the keys in
+                ``key_dim``.
+
+        Returns:
+            One new contiguous tensor per output key, ``[batch, sum of the widths of its group]``.
+
+        Raises:
+            KeyError: a group names a key that no input holds.
+            ValueError: a used key appears twice; batches, devices or key_dims differ; values are
+                narrower than their widths say.
+            TypeError: an argument is of the wrong type, or dtypes cannot be promoted.
+        """
+        if not torch.jit.is_scripting():
+            if _is_proxy(keyed_tensors):
+                if self._graph_plan is None:
+                    return _before_first_plan(self, keyed_tensors)
+            else:
+                return self.regroup_eagerly(keyed_tensors)
+        values = _checked_values(keyed_tensors, self._layout_keys, self._layout_widths)
+        outputs = self._permute_pooled_embs_impl(values, self._dim, self._out_dtype)
+        return _to_dict(self._keys, outputs)
+
+    @torch.jit.unused
+    def regroup_eagerly(self, keyed_tensors: List[KeyedTensor]) -> Dict[str, Tensor]:
+        """What :meth:`forward` does with KeyedTensors, outside of graphs."""
+        unpacked = unpack(keyed_tensors)
+        if not unpacked.values and not self._groups:
+            return {}
+        plan = self._plans.find(self._groups, unpacked.keys, unpacked.widths)
+        key_dim = common_key_dim(unpacked, plan.column_map.used_inputs)
+        outputs = apply_column_map(unpacked.values, plan.column_map, self._out_dtype, key_dim)
+        if plan is not self._graph_plan or key_dim != self._dim:
+            self._show_to_graphs(plan, key_dim, None)
+        return dict(zip(self._keys, outputs))
+
+    @torch.jit.unused
+    def prepare(self, layout: Sequence[Layout], device: Optional[torch.device] = None) -> "KTRegroupAsDict":
+        """Build the plan before there is any data, so that the module can be traced or scripted.
+
+        Args:
+            layout: one entry per input: a ``(keys, widths)`` pair, a KeyedTensor, or an
+                EmbeddingBagCollection, plain or quantised.
+            device: where the plan tensors of graphs go; by default they stay where they are.
+
+        Returns:
+            The module itself.
+
+        Raises:
+            KeyError, ValueError, TypeError: as :meth:`forward`.
+        """
+        pairs, key_dim = read_layout(layout)
+        plan = self._plans.find(self._groups, [list(k) for k, _ in pairs], [list(w) for _, w in pairs])
+        self._show_to_graphs(plan, key_dim, device)
+        return self
+
+    @torch.jit.unused
+    def _show_to_graphs(self, plan: RegroupPlan, key_dim: int, device: Any) -> None:
+        """Write the plan where tracing and scripting look for it."""
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+            return  # Tensors made now would be fake; the next real call writes the plan.
+        impl = self._permute_pooled_embs_impl
+        target = impl._permutes.device if device is None else torch.device(device)
+        if target.type == "meta":
+            target = torch.device("cpu")  # a plan on meta would hold no data
+        with torch.inference_mode(False):
+            permutes, in_shapes, out_shapes = (
+                torch.tensor(rows, dtype=torch.int32, device=target)
+                for rows in (plan_rows(plan), plan.in_widths, plan.out_widths)
+            )
+        impl.init_tensors(permutes.reshape(-1, 6), in_shapes, out_shapes, list(plan.out_widths))
+        self._layout_keys = [list(map(str, layout.keys)) for layout in plan.layouts]
+        self._layout_widths = [list(layout.widths) for layout in plan.layouts]
+        self._dim = key_dim
+        self._use_fbgemm_regroup = key_dim == 1
+        self._graph_plan = plan
+        self._is_inited = True
+
+    @torch.jit.export
+    def set_device(self, device: str) -> None:
+        """Move the plan tensors of graphs. Eager calls follow the device of their input."""
+        self._permute_pooled_embs_impl.set_device(device)
+
+    @torch.jit.unused
+    def clear_cache(self) -> None:
+        """Forget every plan. TorchRec calls this after sharding."""
+        self._plans.clear()
+        self._graph_plan = None
+        self._is_inited = False
+        self._use_fbgemm_regroup = False
+        self._dim = 1
+        self._layout_keys = []
+        self._layout_widths = []
+        impl = self._permute_pooled_embs_impl
+        impl._permutes = impl._permutes.new_empty((0, 6))
+        impl._in_shapes = impl._in_shapes.new_empty(0)
+        impl._out_shapes = impl._out_shapes.new_empty(0)
+        impl._out_lengths = None
+
+
+def _torch_dtype(emb_dtype: Optional[DataType]) -> Optional[torch.dtype]:
+    if emb_dtype is None:
+        return None
+    dtype = data_type_to_dtype(emb_dtype)
+    if not (dtype.is_floating_point or dtype.is_complex) and dtype not in _INTEGERS:
+        raise ValueError(
+            f"emb_dtype is {emb_dtype}, which torch stores as {dtype}; values cannot be cast to it. Use a floating "
+            "or integer type of 8 bits or more"
+        )
+    return dtype
+
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
+
+
+def _is_proxy(keyed_tensors: Any) -> bool:
+    return isinstance(keyed_tensors, torch.fx.Proxy) or (
+        isinstance(keyed_tensors, (list, tuple))
+        and any(isinstance(kt, torch.fx.Proxy) for kt in keyed_tensors)
+    )
+
+
+def _before_first_plan(module: KTRegroupAsDict, keyed_tensors: Any) -> Any:
+    proxies = [keyed_tensors] if isinstance(keyed_tensors, torch.fx.Proxy) else keyed_tensors
+    tracer = next(p.tracer for p in proxies if isinstance(p, torch.fx.Proxy))
+    if getattr(tracer, "root", None) is module:
+        # A graph cannot refer to its own root, so it could not build the plan later either.
+        raise RuntimeError(
+            "KTRegroupAsDict is traced before it knows its input. Run one batch first, or give the layout: "
+            "KTRegroupAsDict(..., layout=[(keys, widths), ...]) or module.prepare([(keys, widths), ...])"
+        )
+    return _regroup_at_run_time(module, keyed_tensors)

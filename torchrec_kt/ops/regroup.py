@@ -1,0 +1,591 @@
+"""The operator: checks, autograd, and the form that graphs see.
+
+Eager code calls :func:`regroup_values` with a plan: a memoised program per shape, and an
+``autograd.Function`` only where a gradient can flow; no dispatcher round trip. Whatever records
+graphs (compile, export, fake tensors, tracing) sees one call of the registered operator, whose map
+is a tensor of moves, rows of ``(in_tensor, out_tensor, in_offset, out_offset, length)``; a sixth
+column, as FBGEMM's plans have, is ignored::
+
+    torchrec_kt::regroup(Tensor[] values, Tensor moves, SymInt[] out_widths,
+                         int key_dim=1, ScalarType? dtype=None) -> Tensor[]
+
+Both apply a column map and differentiate by applying its transpose, so derivatives of every order
+exist.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+from .plan import ColumnMap, RegroupPlan
+from .torch_impl import Program, TensorMeta, accumulate_dtype, compile_map
+
+__all__ = ["apply_column_map", "column_map_from_moves", "moves_tensor", "regroup_values"]
+
+# Shapes and maps rarely vary much within one process; the bounds are there so that they may.
+_MAX_CALLS = 128
+_MAX_MAPS = 64
+
+_PLAIN_TENSORS = frozenset((Tensor, torch.nn.Parameter))
+_transforms_active = torch._C._are_functorch_transforms_active
+_is_old_vmap = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def regroup_values(
+    values: Sequence[Tensor],
+    plan: RegroupPlan,
+    dtype: torch.dtype | None = None,
+    *,
+    key_dim: int = 1,
+) -> list[Tensor]:
+    """Rearrange the columns of ``values`` into the groups of ``plan``.
+
+    Differentiable to any order, in forward mode, and under ``torch.func`` transforms. The gradient
+    of a column that no group uses is zero; that of a column used several times is the sum in the
+    order of the groups, taken in float32 for narrower types and rounded once.
+
+    Args:
+        values: one strided tensor per layout of the plan, any strides, of shape
+            ``[batch, width]`` or of any other rank of 1 or more with the columns in dimension
+            ``key_dim``. A tensor may be wider than its layout; the rest is ignored. Types may
+            differ; they are promoted as ``torch.cat`` promotes.
+        plan: from :meth:`RegroupPlan.build`.
+        dtype: of the outputs, cast while copying. Gradients return in the inputs' types.
+        key_dim: the dimension that holds the columns; negative counts from the end.
+
+    Returns:
+        One new contiguous tensor per group, independent of each other and of the inputs: the shape
+        of the inputs with the group's width in ``key_dim``.
+
+    Raises:
+        TypeError: ``values`` are not tensors, ``plan`` is not a plan, ``dtype`` is not a dtype, or
+            the types cannot be promoted.
+        ValueError: number of tensors, rank, batch, width or device do not fit.
+
+    Example:
+        >>> import torch
+        >>> from torchrec_kt.ops import RegroupPlan, regroup_values
+        >>> layouts = [(["a", "b"], [1, 2]), (["c"], [1])]
+        >>> plan = RegroupPlan.build(layouts=layouts, groups=[["c", "a"], ["b"]])
+        >>> regroup_values([torch.tensor([[1, 2, 3]]), torch.tensor([[4]])], plan)
+        [tensor([[4, 1]]), tensor([[2, 3]])]
+    """
+    if not isinstance(plan, RegroupPlan):
+        raise TypeError(
+            f"plan is a {type(plan).__name__}; expected a RegroupPlan, which RegroupPlan.build makes"
+        )
+    return apply_column_map(values, plan.column_map, dtype, key_dim)
+
+
+def apply_column_map(
+    values: Sequence[Tensor], column_map: ColumnMap, dtype: torch.dtype | None, key_dim: int
+) -> list[Tensor]:
+    """:func:`regroup_values` for a bare map."""
+    if _recording() or not _PLAIN_TENSORS.issuperset(map(type, values)):
+        return _by_operator(values, column_map, dtype, key_dim)
+    return _run(_call_for(values, column_map, dtype, key_dim), values)
+
+
+def _run(call: _Call, values: Sequence[Tensor]) -> list[Tensor]:
+    """Apply a call's map to real tensors of the shapes that it was made for."""
+    if _transforms_active():
+        return list(_TransformableApply.apply(call, *values))
+    if _wants_autograd(values):
+        return list(_EagerApply.apply(call, *values))
+    return call.program(values)
+
+
+def _by_operator(
+    values: Sequence[Tensor], column_map: ColumnMap, dtype: torch.dtype | None, key_dim: int
+) -> list[Tensor]:
+    check_tensors(values)
+    moves = moves_tensor(column_map)
+    return torch.ops.torchrec_kt.regroup(list(values), moves, column_map.out_widths, key_dim, dtype)
+
+
+def _recording() -> bool:
+    """Whether something watches the calls made here, so that it should see one operator."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def _wants_autograd(values: Sequence[Tensor]) -> bool:
+    return (
+        torch.is_grad_enabled() and True in [v.requires_grad for v in values]
+    ) or forward_ad._current_level >= 0
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def check_tensors(values: Sequence[Any]) -> None:
+    """Raise TypeError unless ``values`` is a sequence of tensors."""
+    if isinstance(values, Tensor):
+        raise TypeError("values is a single tensor; expected a sequence of tensors, one per layout")
+    for i, value in enumerate(values):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"values[{i}] is a {type(value).__name__}; expected a torch.Tensor")
+
+
+def check_values(values: Sequence[Tensor], column_map: ColumnMap, key_dim: int) -> int:
+    """Check everything that a launch relies on; returns ``key_dim`` counted from the front.
+
+    Inputs that the map does not use are not looked at, so they may have any shape and device.
+    """
+    if len(values) != len(column_map.in_widths):
+        raise ValueError(
+            f"got {len(values)} value tensors; the plan was built for {len(column_map.in_widths)}"
+        )
+    if not values:
+        raise ValueError("got no value tensors, so the batch size is unknown; pass at least one")
+    used = column_map.used_inputs or (0,)
+    first = values[used[0]]
+    dim = key_dim + first.dim() if key_dim < 0 else key_dim
+    if not 0 <= dim < first.dim():
+        raise ValueError(
+            f"key_dim is {key_dim}, but values[{used[0]}] has shape {tuple(first.shape)}; expected a "
+            f"dimension that exists"
+        )
+    for i in used:
+        value = values[i]
+        if value.layout != torch.strided or value.is_nested:
+            raise ValueError(f"values[{i}] is not a strided tensor ({value.layout}); convert it first")
+        if value.device != first.device:
+            raise ValueError(
+                f"values[{i}] is on {value.device}, values[{used[0]}] on {first.device}; move them to one device"
+            )
+        if value.dim() != first.dim() or any(
+            a != b for d, (a, b) in enumerate(zip(value.shape, first.shape)) if d != dim
+        ):
+            raise ValueError(
+                f"values[{i}] has shape {tuple(value.shape)}, values[{used[0]}] has {tuple(first.shape)}; they "
+                f"must agree in everything but dimension {dim}, which holds the columns"
+            )
+        if value.shape[dim] < column_map.in_widths[i]:
+            raise ValueError(
+                f"values[{i}] has shape {tuple(value.shape)}, {value.shape[dim]} columns in dimension {dim}; the "
+                f"widths of its keys add up to {column_map.in_widths[i]}"
+            )
+    return dim
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raise TypeError unless ``dtype`` is a torch.dtype or None."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {dtype!r}; expected a torch.dtype or None")
+
+
+def promoted_dtype(values: Sequence[Tensor], column_map: ColumnMap) -> torch.dtype:
+    """The type ``torch.cat`` would give the inputs that the map uses."""
+    used = column_map.used_inputs or (0,)
+    result = values[used[0]].dtype
+    for i in used[1:]:
+        if values[i].dtype != result:
+            try:
+                result = torch.promote_types(result, values[i].dtype)
+            except RuntimeError as error:
+                raise TypeError(
+                    f"values[{i}] is {values[i].dtype}, those before it promote to {result}, and torch does "
+                    f"not promote the two ({error}); convert one of them or give a dtype"
+                ) from None
+    return result
+
+
+# --- eager calls ----------------------------------------------------------------------------------
+
+
+class _Adjoint:
+    """How gradients of one call's outputs become gradients of its inputs."""
+
+    __slots__ = ("call", "column_map", "dtype", "unused", "wanted")
+
+    def __init__(self, call: _Call, needs: tuple[bool, ...]) -> None:
+        used = call.column_map.used_inputs
+        self.wanted = tuple(i for i in used if needs[i])
+        self.unused = tuple(i for i, need in enumerate(needs) if need and i not in used)
+        widths = list(call.column_map.in_widths)
+        for i in self.wanted:
+            widths[i] = call.inputs[i].shape[call.key_dim]
+        self.column_map = call.column_map.transpose(widths, self.wanted)
+        self.dtype = _gradient_dtype(call.dtype, [call.inputs[i].dtype for i in self.wanted])
+        self.call: _Call | None = None  # for gradients that are plain tensors; their shapes are known
+
+
+class _Call:
+    """A map, the inputs it was checked against, and the program for them."""
+
+    __slots__ = ("_adjoints", "column_map", "dtype", "inputs", "key_dim", "out_shapes", "program")
+
+    def __init__(
+        self, values: Sequence[Tensor], column_map: ColumnMap, dtype: torch.dtype | None, key_dim: int
+    ) -> None:
+        check_tensors(values)
+        check_dtype(dtype)
+        self.column_map = column_map
+        self.key_dim = check_values(values, column_map, key_dim)
+        self.dtype = promoted_dtype(values, column_map) if dtype is None else dtype
+        self.inputs = tuple(TensorMeta(tuple(v.shape), v.dtype, v.device) for v in values)
+        self.program: Program = compile_map(column_map, self.inputs, self.dtype, self.key_dim)
+        first = self.inputs[column_map.used_inputs[0] if column_map.used_inputs else 0].shape
+        self.out_shapes = [
+            (*first[: self.key_dim], width, *first[self.key_dim + 1 :]) for width in column_map.out_widths
+        ]
+        self._adjoints: dict[tuple[bool, ...], _Adjoint] = {}
+
+    def pull_back(self, needs: tuple[bool, ...], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of the inputs; None where ``needs`` says that none is needed."""
+        adjoint = self._adjoints.get(needs)
+        if adjoint is None:
+            adjoint = self._adjoints[needs] = _Adjoint(self, needs)
+        result: list[Tensor | None] = [None] * len(needs)
+        if adjoint.wanted:
+            for i, grad in zip(adjoint.wanted, self._pull_back_used(adjoint, grads)):
+                result[i] = _as_gradient(grad, self.inputs[i].dtype)
+        for i in adjoint.unused:
+            shape, dtype, device = self.inputs[i]
+            result[i] = torch.zeros(shape, dtype=dtype, device=device)
+        return result
+
+    def _pull_back_used(self, adjoint: _Adjoint, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        device = self.inputs[adjoint.wanted[0]].device
+        filled = [
+            _zeros(shape, self.dtype, device) if g is None else g for g, shape in zip(grads, self.out_shapes)
+        ]
+        if not _PLAIN_TENSORS.issuperset(map(type, filled)) or _recording():
+            return _by_operator(filled, adjoint.column_map, adjoint.dtype, self.key_dim)
+        if _transforms_active() or True in map(_is_old_vmap, filled):
+            return _apply_to_derivatives(filled, adjoint.column_map, adjoint.dtype, self.key_dim)
+        if adjoint.call is None:
+            adjoint.call = _Call(filled, adjoint.column_map, adjoint.dtype, self.key_dim)
+        return _run(adjoint.call, filled)
+
+    def push_forward(self, tangents: Sequence[Tensor | None]) -> list[Tensor]:
+        """Tangents of the outputs."""
+        filled = [
+            _zeros(shape, dtype, device) if t is None else t
+            for t, (shape, dtype, device) in zip(tangents, self.inputs)
+        ]
+        return _apply_to_derivatives(filled, self.column_map, self.dtype, self.key_dim)
+
+
+def _apply_to_derivatives(
+    values: Sequence[Tensor], column_map: ColumnMap, dtype: torch.dtype, key_dim: int
+) -> list[Tensor]:
+    """Gradients and tangents can be tensors of the old vmap (``torch.autograd.grad(is_grads_batched=True)``)."""
+    if True in map(_is_old_vmap, values):
+        return _composite(values, column_map, dtype, key_dim)
+    return apply_column_map(values, column_map, dtype, key_dim)
+
+
+def _composite(
+    values: Sequence[Tensor], column_map: ColumnMap, dtype: torch.dtype | None, key_dim: int
+) -> list[Tensor]:
+    inputs = [TensorMeta(tuple(v.shape), v.dtype, v.device) for v in values]
+    result = promoted_dtype(values, column_map) if dtype is None else dtype
+    return compile_map(column_map, inputs, result, key_dim, "composite")(values)
+
+
+def _call_for(
+    values: Sequence[Tensor], column_map: ColumnMap, dtype: torch.dtype | None, key_dim: int
+) -> _Call:
+    signature = (key_dim, dtype, *[(v.shape, v.dtype, v.device) for v in values])
+    call = column_map.calls.get(signature)
+    if call is None:
+        call = _Call(values, column_map, dtype, key_dim)
+        if len(column_map.calls) >= _MAX_CALLS:
+            column_map.calls.clear()
+        column_map.calls[signature] = call
+    return call
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+
+def _gradient_dtype(dtype: torch.dtype, targets: Sequence[torch.dtype]) -> torch.dtype:
+    """The type in which the transposed map should return gradients of type ``dtype``.
+
+    The inputs' own type if they share one, so that a sum is rounded once; else one that holds all.
+    """
+    kinds = set(targets)
+    if len(kinds) == 1 and (targets[0].is_complex or not dtype.is_complex):
+        return targets[0]
+    wide = accumulate_dtype(dtype)
+    for kind in kinds:
+        wide = torch.promote_types(wide, accumulate_dtype(kind))
+    return wide
+
+
+def _as_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    if grad.dtype == dtype:
+        return grad
+    if grad.is_complex() and not dtype.is_complex:
+        grad = grad.real
+    return grad.to(dtype)
+
+
+class _EagerApply(torch.autograd.Function):
+    """Applies a call's map. Forward takes ``ctx`` first: the other style costs microseconds more."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tuple(call.program(values))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return None, *ctx.call.pull_back(ctx.needs_input_grad[1:], grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tuple(ctx.call.push_forward(tangents[1:]))
+
+
+class _TransformableApply(torch.autograd.Function):
+    """The same in the style that ``torch.func`` transforms require."""
+
+    @staticmethod
+    def forward(call: _Call, *values: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tuple(call.program(values))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.call = inputs[0]
+        ctx.set_materialize_grads(False)
+
+    backward = _EagerApply.backward
+    jvp = _EagerApply.jvp
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        call, *values = args
+        batched = batch_in_front(info.batch_size, in_dims[1:], values)
+        outs = apply_column_map(batched, call.column_map, call.dtype, call.key_dim + 1)
+        return tuple(outs), (0,) * len(outs)
+
+
+def batch_in_front(size: int, dims: Sequence[int | None], values: Sequence[Tensor]) -> list[Tensor]:
+    """The values with vmap's dimension first, those without one expanded to it."""
+    return [
+        v.unsqueeze(0).expand(size, *v.shape) if d is None else v.movedim(d, 0) for d, v in zip(dims, values)
+    ]
+
+
+# --- the registered operator ----------------------------------------------------------------------
+
+LIBRARY = torch.library.Library("torchrec_kt", "DEF")
+LIBRARY.define(
+    "regroup(Tensor[] values, Tensor moves, SymInt[] out_widths, int key_dim=1, ScalarType? dtype=None) -> Tensor[]"
+)
+
+_MOVE_FIELDS = 5
+_FBGEMM_FIELDS = 6
+_maps: dict[tuple[Any, ...], ColumnMap] = {}
+
+
+def moves_tensor(column_map: ColumnMap) -> Tensor:
+    """The map's moves as the operator takes them: int32, ``[moves, 5]``, on the CPU."""
+    if _recording():
+        # Belongs to the graph being recorded, and may be fake: not to be kept.
+        return _new_moves(column_map)
+    found = column_map.recipes.get("moves")
+    if found is None:
+        with torch.inference_mode(False):
+            found = column_map.recipes["moves"] = _new_moves(column_map)
+    return found
+
+
+def _new_moves(column_map: ColumnMap) -> Tensor:
+    rows = torch.tensor(column_map.moves, dtype=torch.int32, device="cpu")
+    return rows.reshape(-1, _MOVE_FIELDS)
+
+
+def column_map_from_moves(moves: Tensor, in_widths: Sequence[int], out_widths: Sequence[int]) -> ColumnMap:
+    """The map that a tensor of moves describes, found by content or built and checked."""
+    if moves.is_meta:
+        raise ValueError(
+            "the plan tensor is on the meta device and holds no data; move it to the values' device"
+        )
+    if moves.dtype != torch.int32 or moves.dim() != 2 or moves.shape[1] not in (_MOVE_FIELDS, _FBGEMM_FIELDS):
+        raise ValueError(
+            f"the plan tensor is {moves.dtype} of shape {tuple(moves.shape)}; expected int32 of shape "
+            f"[moves, {_MOVE_FIELDS}] or [moves, {_FBGEMM_FIELDS}]"
+        )
+    rows = moves.detach().cpu().contiguous()
+    # By content, since a tensor can be changed in place; by its bytes, since that takes a microsecond.
+    content = ctypes.string_at(rows.data_ptr(), rows.numel() * 4) if rows.numel() else b""
+    key = (content, moves.shape[1], tuple(in_widths), tuple(out_widths))
+    found = _maps.get(key)
+    if found is None:
+        found = ColumnMap(rows[:, :_MOVE_FIELDS].tolist(), in_widths, out_widths)
+        if len(_maps) >= _MAX_MAPS:
+            _maps.clear()
+        _maps[key] = found
+    return found
+
+
+def _widths(values: Sequence[Tensor], key_dim: int) -> list[int]:
+    for i, value in enumerate(values):
+        if not -value.dim() <= key_dim < value.dim():
+            raise ValueError(
+                f"key_dim is {key_dim}, but values[{i}] has shape {tuple(value.shape)}; expected a dimension that exists"
+            )
+    return [value.shape[key_dim] for value in values]
+
+
+def _check_out_widths(out_widths: Sequence[int]) -> None:
+    for t, width in enumerate(out_widths):
+        if width < 0:
+            raise ValueError(f"the width of output {t} is {width}; expected 0 or more")
+
+
+def _regroup(
+    values: Sequence[Tensor],
+    moves: Tensor,
+    out_widths: Sequence[int],
+    key_dim: int = 1,
+    dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    _check_out_widths(out_widths)
+    column_map = column_map_from_moves(moves, _widths(values, key_dim), out_widths)
+    return _call_for(values, column_map, dtype, key_dim).program(values)
+
+
+def _regroup_old_vmap(
+    values: Sequence[Tensor],
+    moves: Tensor,
+    out_widths: Sequence[int],
+    key_dim: int = 1,
+    dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    column_map = column_map_from_moves(moves, _widths(values, key_dim), out_widths)
+    return _composite(values, column_map, dtype, check_values(values, column_map, key_dim))
+
+
+def _regroup_fake(
+    values: Sequence[Tensor],
+    moves: Tensor,
+    out_widths: Sequence[int],
+    key_dim: int = 1,
+    dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    if moves.is_meta and not all(v.is_meta for v in values):
+        raise ValueError("the plan tensor is on the meta device and the values are not; move it to theirs")
+    # The moves cannot be read here, so every input counts as used.
+    every = ColumnMap([(i, 0, 0, 0, 1) for i in range(len(values))] if values else [], [1] * len(values), [1])
+    every.in_widths = (0,) * len(values)
+    dim = check_values(values, every, key_dim)
+    _check_out_widths(out_widths)
+    result = promoted_dtype(values, every) if dtype is None else dtype
+    shape = values[0].shape
+    return [
+        values[0].new_empty((*shape[:dim], width, *shape[dim + 1 :]), dtype=result) for width in out_widths
+    ]
+
+
+@contextmanager
+def _recording_again() -> Iterator[None]:
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        yield
+
+
+class _OperatorApply(_SingleLevelFunction):
+    """Autograd of the registered operator.
+
+    Single-level, as generated autograd kernels are: it runs beneath the ``torch.func`` machinery,
+    which ``torch.autograd.Function`` would enter a second time.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, moves: Tensor, out_widths: Sequence[int], key_dim: int, dtype: Any, *values: Tensor
+    ) -> tuple[Tensor, ...]:
+        # Autograd is off in here, but outer torch.func levels still have to record the call.
+        outer_levels = _recording_again() if _transforms_active() else nullcontext()
+        with outer_levels, torch._C._AutoDispatchBelowAutograd():
+            outs = torch.ops.torchrec_kt.regroup(values, moves, out_widths, key_dim, dtype)
+        ctx.arguments = moves, out_widths, key_dim, dtype
+        ctx.inputs = [TensorMeta(v.shape, v.dtype, v.device) for v in values]
+        ctx.out_metas = [TensorMeta(o.shape, o.dtype, o.device) for o in outs]
+        ctx.set_materialize_grads(False)
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        moves, _, key_dim, _ = ctx.arguments
+        filled = [_zeros(*meta) if g is None else g for g, meta in zip(grads, ctx.out_metas)]
+        needs = ctx.needs_input_grad[4:]
+        dtypes = [meta.dtype for meta, need in zip(ctx.inputs, needs) if need]
+        parts = torch.ops.torchrec_kt.regroup(
+            filled,
+            moves[:, _SWAPPED],
+            [meta.shape[key_dim] for meta in ctx.inputs],
+            key_dim,
+            _gradient_dtype(ctx.out_metas[0].dtype, dtypes),
+        )
+        return (None,) * 4 + tuple(
+            _as_gradient(g, meta.dtype) if need else None for g, meta, need in zip(parts, ctx.inputs, needs)
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, *arguments: Any) -> Any:
+        moves, out_widths, key_dim, _ = ctx.arguments
+        tangents = [_zeros(*m) if t is None else t for t, m in zip(arguments[4:], ctx.inputs)]
+        dtype = ctx.out_metas[0].dtype if ctx.out_metas else None
+        return tuple(torch.ops.torchrec_kt.regroup(tangents, moves, out_widths, key_dim, dtype))
+
+
+_SWAPPED = [1, 0, 3, 2, 4]  # inputs and outputs of a move change places
+
+
+def _regroup_autograd(
+    values: Sequence[Tensor],
+    moves: Tensor,
+    out_widths: Sequence[int],
+    key_dim: int = 1,
+    dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    if _wants_autograd(values):
+        apply = _OperatorApply.apply  # pyright: ignore[reportAttributeAccessIssue]
+        # torch.func lets single-level functions run only when asked to.
+        with enable_single_level_autograd_function() if _transforms_active() else nullcontext():
+            return list(apply(moves, out_widths, key_dim, dtype, *values))
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.torchrec_kt.regroup(values, moves, out_widths, key_dim, dtype)
+
+
+def _regroup_vmap(
+    info: Any,
+    in_dims: Sequence[Any],
+    values: Sequence[Tensor],
+    moves: Tensor,
+    out_widths: Sequence[int],
+    key_dim: int = 1,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    if in_dims[1] is not None:
+        raise ValueError("the plan tensor is batched by vmap; one plan serves the whole batch, close over it")
+    batched = batch_in_front(info.batch_size, in_dims[0], values)
+    front = key_dim if key_dim < 0 else key_dim + 1
+    outs = torch.ops.torchrec_kt.regroup(batched, moves, out_widths, front, dtype)
+    return outs, [0] * len(outs)
+
+
+LIBRARY.impl("regroup", _regroup, "CompositeExplicitAutograd")
+LIBRARY.impl("regroup", _regroup_autograd, "Autograd")
+LIBRARY.impl("regroup", _regroup_old_vmap, "Batched")
+torch.library.register_fake("torchrec_kt::regroup", _regroup_fake, lib=LIBRARY)
+torch.library.register_vmap("torchrec_kt::regroup", _regroup_vmap, lib=LIBRARY)

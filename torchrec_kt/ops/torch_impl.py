@@ -1,0 +1,673 @@
+"""The column map in pure torch: the CPU path, and the fallback on every other device.
+
+:func:`compile_map` turns a map and the shapes it will meet into a *program*, a function from input
+tensors to output tensors. All checks, choices and index tensors happen there, once per shape; the
+steady state is a handful of torch calls. There are three ways to move the columns, and
+:mod:`torchrec_kt.ops.cost` picks one:
+
+``slices``
+    split every input once at all borders, ``torch.cat`` the parts of each output. No index, any
+    layout, casts on the way; costs about a microsecond per part.
+``columns``
+    for each stretch of an output that comes from one input, one ``index_select`` of granules (the
+    widest common column block) straight into the output. Cheap per part; one call per stretch.
+``rows``
+    for a block of rows at a time, join all inputs in a cache-sized scratch buffer and
+    ``index_select`` its granules row by row. Indifferent to how inputs alternate, as they do in
+    gradients.
+
+All three write the first source of every column, zeros where there is none; further sources are
+added afterwards, in order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import cost
+from ._memory import HUGE_PAGE_BYTES, empty
+from .plan import ColumnMap, Piece
+
+__all__ = ["Program", "Strategy", "TensorMeta", "accumulate_dtype", "compile_map"]
+
+Program = Callable[[Sequence[Tensor]], "list[Tensor]"]
+Strategy = cost.Strategy
+
+# Sums of repeated columns are taken over at most this many elements at a time where they need a
+# buffer in a wider type, so that the buffer stays in cache.
+_SUM_BLOCK_ELEMENTS = 1 << 16
+
+
+class TensorMeta(NamedTuple):
+    """What a program depends on, of one input."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _Geometry(NamedTuple):
+    """Everything the strategies share: one map applied to inputs of one set of shapes."""
+
+    column_map: ColumnMap
+    inputs: Sequence[TensorMeta]
+    dtype: torch.dtype
+    device: torch.device
+    key_dim: int
+    out_shapes: tuple[tuple[int, ...], ...]
+    rows: int  # product of the dimensions before key_dim
+    inner: int  # product of the dimensions after key_dim
+
+    @property
+    def used(self) -> list[TensorMeta]:
+        return [self.inputs[i] for i in self.column_map.used_inputs]
+
+    @property
+    def casts(self) -> bool:
+        return any(meta.dtype != self.dtype for meta in self.used)
+
+    @property
+    def cat_can_cast(self) -> bool:
+        return all(torch.can_cast(meta.dtype, self.dtype) for meta in self.used)
+
+
+def compile_map(
+    column_map: ColumnMap,
+    inputs: Sequence[TensorMeta],
+    dtype: torch.dtype,
+    key_dim: int,
+    strategy: Strategy | Literal["composite"] | None = None,
+) -> Program:
+    """Prepare the application of ``column_map`` to inputs of the given shapes.
+
+    Args:
+        column_map: the map.
+        inputs: one entry per input. Those that the map uses must agree in rank, device and every
+            dimension but ``key_dim``, and be at least as wide as the map says; the caller checks.
+        dtype: of the outputs.
+        key_dim: the dimension that holds the columns, not negative.
+        strategy: force one; by default the cheapest by :mod:`torchrec_kt.ops.cost`. "composite" uses
+            out-of-place operators only, which tensors of the old ``vmap`` (``is_grads_batched``) need.
+
+    Returns:
+        A function from the input tensors to new, contiguous, independent output tensors. It records
+        no autograd history of its own and must be called with autograd off or on inputs that do
+        not require a gradient.
+    """
+    reference = inputs[column_map.used_inputs[0] if column_map.used_inputs else 0]
+    before, after = reference.shape[:key_dim], reference.shape[key_dim + 1 :]
+    geometry = _Geometry(
+        column_map=column_map,
+        inputs=inputs,
+        dtype=dtype,
+        device=reference.device,
+        key_dim=key_dim,
+        out_shapes=tuple((*before, width, *after) for width in column_map.out_widths),
+        rows=math.prod(before),
+        inner=math.prod(after),
+    )
+    if geometry.device.type == "meta" or geometry.rows * geometry.inner == 0:
+        return _shapes_only(geometry)
+    if strategy == "composite":
+        return _composite(geometry)
+    builders = {"slices": _slices, "columns": _columns, "rows": _rows}
+    copy = builders[strategy or _choose(geometry)](geometry)
+    return _summing(geometry, copy) if column_map.max_fan_in > 1 else copy
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type in which columns of ``dtype`` are summed: float32 for anything narrower."""
+    if dtype.is_complex:
+        return torch.complex64 if dtype.itemsize < 8 else dtype
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
+
+def _choose(geometry: _Geometry) -> Strategy:
+    if geometry.device.type != "cpu":
+        # The cost rule knows CPUs only; slices need nothing on the device but the data.
+        return "slices"
+    counts: dict[Strategy, cost.Counts] = {"slices": _count_slices(geometry)}
+    if _columns_possible(geometry):
+        counts["columns"] = _count_columns(geometry)
+    if _rows_possible(geometry):
+        counts["rows"] = _count_rows(geometry)
+    return cost.cheapest(counts)
+
+
+def _shapes_only(geometry: _Geometry) -> Program:
+    shapes, dtype, device = geometry.out_shapes, geometry.dtype, geometry.device
+
+    def program(values: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+
+    return program
+
+
+def _recipe(column_map: ColumnMap, key: Any, build: Callable[[], Any]) -> Any:
+    """Derived data kept beside the map. Built aside, published in one assignment: thread-safe."""
+    found = column_map.recipes.get(key)
+    if found is None:
+        found = build()
+        column_map.recipes[key] = found
+    return found
+
+
+def _index(values: list[int]) -> Tensor:
+    # Never an inference tensor and never on a device from a surrounding context: it outlives the call.
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.int32, device="cpu")
+
+
+def _out_bytes(geometry: _Geometry, width: int) -> int:
+    return geometry.rows * geometry.inner * width * geometry.dtype.itemsize
+
+
+# --- slices ---------------------------------------------------------------------------------------
+
+
+class _SliceRecipe(NamedTuple):
+    splits: tuple[tuple[int, tuple[int, ...]], ...]  # input, sizes of its parts
+    gaps: tuple[int, ...]  # lengths of zero parts; they follow the parts of the inputs
+    picks: tuple[tuple[int, ...], ...]  # per output, indices of its parts
+
+
+def _slice_recipe(column_map: ColumnMap) -> _SliceRecipe:
+    def build() -> _SliceRecipe:
+        borders: dict[int, set[int]] = {i: {0, column_map.in_widths[i]} for i in column_map.used_inputs}
+        first_sources = [[(p, p.sources[0]) for p in ps if p.sources] for ps in column_map.outputs]
+        for pairs in first_sources:
+            for piece, (tensor, offset) in pairs:
+                borders[tensor].update((offset, offset + piece.length))
+        splits: list[tuple[int, tuple[int, ...]]] = []
+        part_at: dict[tuple[int, int], int] = {}
+        count = 0
+        for tensor, cuts in borders.items():
+            edges = sorted(cuts)
+            splits.append((tensor, tuple(b - a for a, b in itertools.pairwise(edges))))
+            for n, edge in enumerate(edges):
+                part_at[tensor, edge] = count + n
+            count += len(edges) - 1
+        gaps = sorted({p.length for ps in column_map.outputs for p in ps if not p.sources})
+        gap_part = {length: count + n for n, length in enumerate(gaps)}
+        picks: list[tuple[int, ...]] = []
+        for pieces in column_map.outputs:
+            pick: list[int] = []
+            for piece in pieces:
+                if piece.sources:
+                    tensor, offset = piece.sources[0]
+                    pick.extend(range(part_at[tensor, offset], part_at[tensor, offset + piece.length]))
+                else:
+                    pick.append(gap_part[piece.length])
+            picks.append(tuple(pick))
+        return _SliceRecipe(tuple(splits), tuple(gaps), tuple(picks))
+
+    return _recipe(column_map, "slices", build)
+
+
+def _count_slices(geometry: _Geometry) -> cost.Counts:
+    recipe = _slice_recipe(geometry.column_map)
+    parts = sum(len(sizes) for _, sizes in recipe.splits) + sum(map(len, recipe.picks))
+    copies = sum(map(len, recipe.picks))
+    return cost.slices(
+        calls=len(recipe.splits) + len(recipe.picks), parts=parts, strips=copies * geometry.rows
+    )
+
+
+def _slices(geometry: _Geometry) -> Program:
+    recipe = _slice_recipe(geometry.column_map)
+    dim, dtype, device = geometry.key_dim, geometry.dtype, geometry.device
+    splits: list[tuple[int, tuple[int, ...]]] = []
+    for tensor, sizes in recipe.splits:
+        spare = geometry.inputs[tensor].shape[dim] - sum(sizes)
+        splits.append((tensor, (*sizes, spare)))
+    # A spare part, often empty, ends every input (padding columns); part numbers shift accordingly.
+    shift: list[int] = []
+    for n, (_, sizes) in enumerate(recipe.splits):
+        shift.extend([n] * len(sizes))
+    shift.extend([len(recipe.splits)] * len(recipe.gaps))
+    picks = [tuple(i + shift[i] for i in pick) for pick in recipe.picks]
+    gap_shapes: list[tuple[int, ...]] = []
+    for length in recipe.gaps:
+        shape = list(geometry.out_shapes[0])
+        shape[dim] = length
+        gap_shapes.append(tuple(shape))
+
+    # cat chooses the output's memory format by its inputs' from rank 4 on; ours is contiguous.
+    into_given = geometry.casts or len(geometry.out_shapes[0] if geometry.out_shapes else ()) > 3
+    by_cat = geometry.cat_can_cast
+    writers = [
+        (_cat_new(dim) if not into_given and _out_bytes(geometry, shape[dim]) < HUGE_PAGE_BYTES
+         else _cat_into(shape, dtype, device, dim) if by_cat
+         else _copy_into(shape, dtype, device, dim)) if pick else _nothing(shape, dtype, device)
+        for shape, pick in zip(geometry.out_shapes, picks)
+    ]  # fmt: skip
+    getters = [_getter(pick) for pick in picks]
+
+    def program(values: Sequence[Tensor]) -> list[Tensor]:
+        parts: list[Tensor] = []
+        for tensor, sizes in splits:
+            parts += values[tensor].split_with_sizes(sizes, dim)
+        if gap_shapes:
+            zero = torch.zeros((), dtype=dtype, device=device)
+            parts += [zero.expand(shape) for shape in gap_shapes]
+        return [write(get(parts)) for write, get in zip(writers, getters)]
+
+    return program
+
+
+def _getter(pick: tuple[int, ...]) -> Callable[[list[Tensor]], Any]:
+    if len(pick) > 1:
+        return itemgetter(*pick)
+    return lambda parts: tuple(parts[i] for i in pick)
+
+
+def _cat_new(dim: int) -> Callable[[Any], Tensor]:
+    cat = torch.cat
+    return lambda parts: cat(parts, dim)
+
+
+def _cat_into(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, dim: int
+) -> Callable[[Any], Tensor]:
+    return lambda parts: torch.cat(parts, dim, out=empty(shape, dtype, device))
+
+
+def _copy_into(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, dim: int
+) -> Callable[[Any], Tensor]:
+    """For casts that ``cat`` refuses and ``Tensor.to`` allows, such as float to integer."""
+
+    def write(parts: Any) -> Tensor:
+        out = empty(shape, dtype, device)
+        for target, part in zip(out.split_with_sizes([p.shape[dim] for p in parts], dim), parts):
+            target.copy_(part)
+        return out
+
+    return write
+
+
+def _nothing(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[Any], Tensor]:
+    return lambda parts: torch.empty(shape, dtype=dtype, device=device)
+
+
+# --- columns --------------------------------------------------------------------------------------
+
+
+class _Stretch(NamedTuple):
+    """Columns ``[start, start + length)`` of one output, from one input (or zeros: input -1).
+
+    ``numbers`` are those of its granules, counted from column ``base`` of the input; None stands
+    for a single one.
+    """
+
+    start: int
+    length: int
+    tensor: int
+    base: int
+    granule: int
+    numbers: Tensor | None
+
+
+def _columns_possible(geometry: _Geometry) -> bool:
+    return not geometry.casts
+
+
+def _column_recipe(geometry: _Geometry) -> tuple[tuple[_Stretch, ...], ...]:
+    # How finely to cut depends on the number of rows, only roughly: one recipe per power of two.
+    rows = 1 << max(0, geometry.rows - 1).bit_length()
+
+    def build() -> tuple[tuple[_Stretch, ...], ...]:
+        return tuple(_stretches(pieces, rows) for pieces in geometry.column_map.outputs)
+
+    return _recipe(geometry.column_map, ("columns", rows), build)
+
+
+def _stretches(pieces: tuple[Piece, ...], rows: int) -> tuple[_Stretch, ...]:
+    """Join neighbouring pieces from one input where one call with a finer granule beats two calls.
+
+    Shortest path over the piece borders. A candidate is an open stretch: its granule so far, the
+    piece it starts at and the cost up to there. Of candidates with equal granule only the cheapest
+    is kept, so their number stays below the number of divisors of a width.
+    """
+    call_cost, granule_cost = cost.COLUMNS.call, cost.COLUMNS.granule_cost(rows)
+    best: list[float] = [0.0]
+    came_from: list[tuple[int, int]] = [(0, 0)]  # (first piece of the last stretch, its granule)
+    open_stretches: dict[int, int] = {}  # granule -> first piece
+    for n, piece in enumerate(pieces):
+        end = piece.start + piece.length
+        grown: dict[int, int] = {}
+        if n and _source(piece)[0] == _source(pieces[n - 1])[0] and piece.sources:
+            for granule, first in open_stretches.items():
+                finer = math.gcd(granule, piece.length, _source(piece)[1] - _source(pieces[first])[1])
+                rival = grown.get(finer)
+                if rival is None or (
+                    best[first] - pieces[first].start / finer * granule_cost
+                    < best[rival] - pieces[rival].start / finer * granule_cost
+                ):
+                    grown[finer] = first
+        if piece.length not in grown:
+            grown[piece.length] = n
+        costs = {
+            granule: best[first] + call_cost + (end - pieces[first].start) / granule * granule_cost
+            for granule, first in grown.items()
+        }
+        granule = min(costs, key=costs.__getitem__)
+        best.append(costs[granule])
+        came_from.append((grown[granule], granule))
+        open_stretches = grown
+
+    found: list[_Stretch] = []
+    n = len(pieces)
+    while n:
+        first, granule = came_from[n]
+        found.append(_stretch(pieces[first:n], granule))
+        n = first
+    return tuple(reversed(found))
+
+
+def _source(piece: Piece) -> tuple[int, int]:
+    return piece.sources[0] if piece.sources else (-1, 0)
+
+
+def _stretch(pieces: tuple[Piece, ...], granule: int) -> _Stretch:
+    tensor, offset = _source(pieces[0])
+    start, length = pieces[0].start, sum(p.length for p in pieces)
+    if length == granule:
+        return _Stretch(start, length, tensor, offset, granule, None)
+    base = offset % granule
+    index = [(_source(p)[1] - base) // granule + n for p in pieces for n in range(p.length // granule)]
+    return _Stretch(start, length, tensor, base, granule, _index(index))
+
+
+def _count_columns(geometry: _Geometry) -> cost.Counts:
+    stretches = [s for stretches in _column_recipe(geometry) for s in stretches]
+    granules = sum(s.length // s.granule for s in stretches)
+    return cost.columns(calls=len(stretches), granules=granules, rows=geometry.rows)
+
+
+def _columns(geometry: _Geometry) -> Program:
+    recipe = _column_recipe(geometry)
+    dim, dtype, device = geometry.key_dim, geometry.dtype, geometry.device
+    outputs = tuple(zip(geometry.out_shapes, recipe))
+
+    def program(values: Sequence[Tensor]) -> list[Tensor]:
+        outs: list[Tensor] = []
+        for shape, stretches in outputs:
+            out = empty(shape, dtype, device)
+            for start, length, tensor, base, granule, numbers in stretches:
+                target = out.narrow(dim, start, length)
+                if tensor < 0:
+                    target.zero_()
+                elif numbers is None:
+                    target.copy_(values[tensor].narrow(dim, base, length))
+                else:
+                    source = values[tensor]
+                    count = (source.shape[dim] - base) // granule
+                    source = source.narrow(dim, base, count * granule).unflatten(dim, (count, granule))
+                    torch.index_select(source, dim, numbers, out=target.unflatten(dim, (-1, granule)))
+            outs.append(out)
+        return outs
+
+    return program
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+class _RowRecipe(NamedTuple):
+    """Where granules lie in a row that joins all used inputs, with a granule of zeros at the end."""
+
+    granule: int
+    width: int  # columns of a joined row
+    zeros: bool
+    columns: tuple[tuple[int, ...], ...]  # per output, granule numbers within a joined row
+
+
+def _rows_possible(geometry: _Geometry) -> bool:
+    used = geometry.used
+    return bool(used) and geometry.key_dim == 1 and len(used[0].shape) == 2 and geometry.cat_can_cast
+
+
+def _row_granule(column_map: ColumnMap) -> int:
+    return math.gcd(
+        *(column_map.in_widths[i] for i in column_map.used_inputs),
+        *(p.length for pieces in column_map.outputs for p in pieces),
+        *(p.sources[0][1] for pieces in column_map.outputs for p in pieces if p.sources),
+    )
+
+
+def _row_recipe(column_map: ColumnMap) -> _RowRecipe:
+    def build() -> _RowRecipe:
+        granule = _recipe(column_map, "row granule", lambda: _row_granule(column_map))
+        first: dict[int, int] = {}
+        width = 0
+        for tensor in column_map.used_inputs:
+            first[tensor] = width
+            width += column_map.in_widths[tensor]
+        zeros = any(not p.sources for ps in column_map.outputs for p in ps)
+        zero_granule = width // granule
+        columns: list[tuple[int, ...]] = []
+        for pieces in column_map.outputs:
+            numbers: list[int] = []
+            for piece in pieces:
+                count = piece.length // granule
+                if piece.sources:
+                    tensor, offset = piece.sources[0]
+                    at = (first[tensor] + offset) // granule
+                    numbers.extend(range(at, at + count))
+                else:
+                    numbers.extend([zero_granule] * count)
+            columns.append(tuple(numbers))
+        return _RowRecipe(granule, width + granule * zeros, zeros, tuple(columns))
+
+    return _recipe(column_map, "rows", build)
+
+
+def _count_rows(geometry: _Geometry) -> cost.Counts:
+    column_map = geometry.column_map
+    granule = _recipe(column_map, "row granule", lambda: _row_granule(column_map))
+    width = sum(column_map.in_widths[i] for i in column_map.used_inputs)
+    rows = geometry.rows
+    return cost.rows(
+        blocks=-(-rows // _block_rows(geometry, width)),
+        outputs=len(column_map.outputs),
+        granules=rows * sum(column_map.out_widths) // granule,
+        scratch_bytes=rows * width * geometry.dtype.itemsize,
+    )
+
+
+def _block_rows(geometry: _Geometry, width: int) -> int:
+    return max(1, min(geometry.rows, cost.ROWS.scratch_bytes // max(1, width * geometry.dtype.itemsize)))
+
+
+def _most_rows(recipe: _RowRecipe, dtype: torch.dtype) -> int:
+    return max(1, cost.ROWS.scratch_bytes // max(1, recipe.width * dtype.itemsize))
+
+
+def _rows(geometry: _Geometry) -> Program:
+    recipe = _row_recipe(geometry.column_map)
+    small = max((_out_bytes(geometry, w) for w in geometry.column_map.out_widths), default=0)
+    if geometry.casts or small >= HUGE_PAGE_BYTES or _block_rows(geometry, recipe.width) < geometry.rows:
+        return _rows_in_blocks(geometry, recipe)
+    return _rows_at_once(geometry, recipe)
+
+
+def _joinable(geometry: _Geometry, recipe: _RowRecipe) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """Picks the used inputs, without padding columns, and appends the granule of zeros."""
+    used = geometry.column_map.used_inputs
+    known = [geometry.column_map.in_widths[i] for i in used]
+    padded = [(i, w) if geometry.inputs[i].shape[1] != w else (i, None) for i, w in zip(used, known)]
+    if not recipe.zeros and not any(w is not None for _, w in padded):
+        everything = tuple(range(len(geometry.inputs)))
+        return list if used == everything else lambda values: [values[i] for i in used]
+    dtype, device, zeros = geometry.dtype, geometry.device, (geometry.rows, recipe.granule)
+
+    def pick(values: Sequence[Tensor]) -> list[Tensor]:
+        inputs = [values[i] if w is None else values[i].narrow(1, 0, w) for i, w in padded]
+        if recipe.zeros:
+            inputs.append(torch.zeros((), dtype=dtype, device=device).expand(zeros))
+        return inputs
+
+    return pick
+
+
+def _row_indices(column_map: ColumnMap, recipe: _RowRecipe, rows: int, granule: int) -> tuple[Tensor, ...]:
+    """Per output, granule numbers in ``rows`` joined rows. A prefix of it serves fewer rows."""
+    finer = recipe.granule // granule
+
+    def build() -> tuple[Tensor, ...]:
+        with torch.inference_mode(False):
+            per_row = [_index(list(columns)) for columns in recipe.columns]
+            if finer > 1:
+                steps = torch.arange(finer, dtype=torch.int32, device="cpu")
+                per_row = [(index[:, None] * finer + steps).reshape(-1) for index in per_row]
+            first = torch.arange(rows, dtype=torch.int32, device="cpu") * (recipe.width // granule)
+            return tuple((first[:, None] + index).reshape(-1) for index in per_row)
+
+    return _recipe(column_map, ("row index", rows, granule), build)
+
+
+def _rows_at_once(geometry: _Geometry, recipe: _RowRecipe) -> Program:
+    column_map, total = geometry.column_map, geometry.rows
+    pick = _joinable(geometry, recipe)
+    cat, index_select = torch.cat, torch.index_select
+    if total == 1 and sum(column_map.out_widths) <= cost.ROWS.single_elements:
+        # So few that viewing them as granules would cost more than it saves.
+        indices = _row_indices(column_map, recipe, 1, 1)
+
+        def single_row(values: Sequence[Tensor]) -> list[Tensor]:
+            joined = cat(pick(values), 1)
+            return [index_select(joined, 1, index) for index in indices]
+
+        return single_row
+
+    granule = recipe.granule
+    block = min(1 << (total - 1).bit_length(), _most_rows(recipe, geometry.dtype))
+    whole = _row_indices(column_map, recipe, block, granule)
+    indices = tuple(index.narrow(0, 0, total * len(columns)) for index, columns in zip(whole, recipe.columns))
+    outputs = tuple(zip(geometry.out_shapes, indices))
+
+    def program(values: Sequence[Tensor]) -> list[Tensor]:
+        source = cat(pick(values), 1).view(-1, granule)
+        return [index_select(source, 0, index).view(shape) for shape, index in outputs]
+
+    return program
+
+
+def _rows_in_blocks(geometry: _Geometry, recipe: _RowRecipe) -> Program:
+    dtype, device, shapes = geometry.dtype, geometry.device, geometry.out_shapes
+    granule, width, total = recipe.granule, recipe.width, geometry.rows
+    block = _block_rows(geometry, width)
+    indices = _row_indices(geometry.column_map, recipe, block, granule)
+    per_row = [len(columns) for columns in recipe.columns]
+    pick = _joinable(geometry, recipe)
+
+    def program(values: Sequence[Tensor]) -> list[Tensor]:
+        inputs = pick(values)
+        first = inputs[0]
+        in_one = len(inputs) == 1 and first.is_contiguous() and first.dtype == dtype
+        scratch = first if in_one else torch.empty((block, width), dtype=dtype, device=device)
+        outs = [empty(shape, dtype, device) for shape in shapes]
+        for row in range(0, total, block):
+            count = min(block, total - row)
+            if in_one:
+                joined = first.narrow(0, row, count)
+            else:
+                joined = scratch.narrow(0, 0, count)
+                torch.cat([v.narrow(0, row, count) for v in inputs], 1, out=joined)
+            source = joined.view(-1, granule)
+            for out, index, granules in zip(outs, indices, per_row):
+                if granules:
+                    target = out.narrow(0, row, count).view(-1, granule)
+                    torch.index_select(source, 0, index.narrow(0, 0, count * granules), out=target)
+        return outs
+
+    return program
+
+
+# --- composite ------------------------------------------------------------------------------------
+
+
+def _composite(geometry: _Geometry) -> Program:
+    dim, dtype, wide = geometry.key_dim, geometry.dtype, _sum_dtype(geometry)
+    shapes, outputs = geometry.out_shapes, geometry.column_map.outputs
+
+    def part(values: Sequence[Tensor], piece: Piece, shape: tuple[int, ...]) -> Tensor:
+        first, *rest = [values[i].narrow(dim, offset, piece.length) for i, offset in piece.sources] or [
+            torch.zeros((), dtype=dtype, device=geometry.device).expand(
+                *shape[:dim], piece.length, *shape[dim + 1 :]
+            )
+        ]
+        if rest:
+            first = first.to(wide)
+            for source in rest:
+                first = first + source.to(wide)
+        return first.to(dtype)
+
+    def program(values: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            torch.cat([part(values, piece, shape) for piece in pieces], dim)
+            if pieces
+            else torch.zeros(shape, dtype=dtype, device=geometry.device)
+            for shape, pieces in zip(shapes, outputs)
+        ]
+
+    return program
+
+
+# --- sums -----------------------------------------------------------------------------------------
+
+
+def _sum_dtype(geometry: _Geometry) -> torch.dtype:
+    wide = accumulate_dtype(geometry.dtype)
+    for meta in geometry.used:
+        other = accumulate_dtype(meta.dtype)
+        wide = wide if other == wide else torch.promote_types(wide, other)
+    return wide
+
+
+def _summing(geometry: _Geometry, copy: Program) -> Program:
+    """Add the second and further sources of repeated columns to what ``copy`` wrote."""
+    dim, dtype, wide = geometry.key_dim, geometry.dtype, _sum_dtype(geometry)
+    repeated = [[p for p in pieces if len(p.sources) > 1] for pieces in geometry.column_map.outputs]
+    in_place = wide == dtype
+
+    def program(values: Sequence[Tensor]) -> list[Tensor]:
+        outs = copy(values)
+        for out, pieces in zip(outs, repeated):
+            for piece in pieces:
+                target = out.narrow(dim, piece.start, piece.length)
+                sources = [values[i].narrow(dim, offset, piece.length) for i, offset in piece.sources]
+                if in_place:
+                    for source in sources[1:]:
+                        target.add_(_addable(source, dtype))
+                else:
+                    _sum_rounding_once(target, sources, wide)
+        return outs
+
+    return program
+
+
+def _addable(source: Tensor, dtype: torch.dtype) -> Tensor:
+    # torch adds mixed types by itself, except for those that it refuses to promote.
+    return source if source.dtype == dtype else source.to(dtype)
+
+
+def _sum_rounding_once(target: Tensor, sources: Sequence[Tensor], wide: torch.dtype) -> None:
+    if target.dim() > 1 and target.numel() > _SUM_BLOCK_ELEMENTS:
+        step = max(1, _SUM_BLOCK_ELEMENTS * target.shape[0] // target.numel())
+        blocks = zip(target.split(step), *(source.split(step) for source in sources))
+    else:
+        blocks = iter([(target, *sources)])
+    for part, first, *rest in blocks:
+        total = first.to(wide, copy=True)
+        for source in rest:
+            total.add_(_addable(source, wide))
+        part.copy_(total)
