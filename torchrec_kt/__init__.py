@@ -20,7 +20,8 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         from . import modules
 
-        return getattr(modules, name)
+        value = globals()[name] = getattr(modules, name)  # kept: the next look-up finds it at once
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -9,6 +9,6 @@ except ImportError as error:
     ) from error
 
 from .functional import regroup, regroup_as_dict
-from .regroup import KTRegroupAsDict, PermuteMultiEmbedding
+from .kt_regroup import KTRegroupAsDict, PermuteMultiEmbedding
 
 __all__ = ["KTRegroupAsDict", "PermuteMultiEmbedding", "regroup", "regroup_as_dict"]

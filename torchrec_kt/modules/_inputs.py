@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
@@ -13,47 +14,63 @@ from ..ops.plan import RegroupPlan
 __all__ = ["PlanCache", "Unpacked", "check_names", "common_key_dim", "unpack"]
 
 
-class Unpacked(NamedTuple):
-    """What a regroup reads of a list of KeyedTensors."""
+_KEYED_TENSOR = frozenset((KeyedTensor,))
 
-    keys: list[list[str]]
-    widths: list[list[int]]
-    values: list[Tensor]
-    key_dims: list[int]
+Unpacked = tuple[list[list[str]], list[list[int]], list[Tensor], list[int]]
 
 
-def unpack(keyed_tensors: Sequence[KeyedTensor]) -> Unpacked:
-    """Read keys, widths, values and key_dim of each KeyedTensor, or of what behaves like one.
+def unpack(keyed_tensors: Sequence[KeyedTensor]) -> Unpacked | None:
+    """Keys, widths, values and key_dim of each KeyedTensor, or of what behaves like one.
 
     Sharded modules return awaitables that are no KeyedTensor but answer as one, so nothing is asked
     about types unless reading fails.
+
+    Returns:
+        None if these are proxies of ``torch.fx``, which hold nothing to read.
+
+    Raises:
+        TypeError: the argument is not a list of KeyedTensors.
     """
-    try:
-        return Unpacked(
-            [kt.keys() for kt in keyed_tensors],
-            [kt.length_per_key() for kt in keyed_tensors],
-            [kt.values() for kt in keyed_tensors],
-            [kt.key_dim() for kt in keyed_tensors],
+    keys: list[list[str]] = []
+    widths: list[list[int]] = []
+    values: list[Tensor] = []
+    key_dims: list[int] = []
+    if type(keyed_tensors) is list and _KEYED_TENSOR.issuperset(map(type, keyed_tensors)):
+        # Nearly always. What the methods would return, without the calls.
+        for kt in keyed_tensors:
+            keys.append(kt._keys)
+            widths.append(kt._length_per_key)
+            values.append(kt._values)
+            key_dims.append(kt._key_dim)
+        return keys, widths, values, key_dims
+    if isinstance(keyed_tensors, torch.fx.Proxy):
+        return None
+    if isinstance(keyed_tensors, KeyedTensor) or not isinstance(keyed_tensors, Sequence):
+        raise TypeError(
+            f"keyed_tensors is a {type(keyed_tensors).__name__}; expected a list of KeyedTensors, as in [it]"
         )
-    except Exception as error:
-        if isinstance(keyed_tensors, KeyedTensor):
-            raise TypeError("keyed_tensors is a single KeyedTensor; expected a list, pass [it]") from error
-        for i, kt in enumerate(keyed_tensors):
-            if not all(hasattr(kt, name) for name in ("keys", "length_per_key", "values", "key_dim")):
-                raise TypeError(
-                    f"keyed_tensors[{i}] is a {type(kt).__name__}; expected a KeyedTensor"
-                ) from error
-        raise
+    if any(isinstance(kt, torch.fx.Proxy) for kt in keyed_tensors):
+        return None
+    for i, kt in enumerate(keyed_tensors):
+        try:
+            keys.append(kt.keys())
+            widths.append(kt.length_per_key())
+            values.append(kt.values())
+            key_dims.append(kt.key_dim())
+        except (AttributeError, TypeError) as error:
+            if all(hasattr(kt, name) for name in ("keys", "length_per_key", "values", "key_dim")):
+                raise
+            raise TypeError(f"keyed_tensors[{i}] is a {type(kt).__name__}; expected a KeyedTensor") from error
+    return keys, widths, values, key_dims
 
 
-def common_key_dim(unpacked: Unpacked, used: Sequence[int]) -> int:
+def common_key_dim(dims: list[int], values: Sequence[Tensor], used: Sequence[int]) -> int:
     """The dimension that holds the keys, which the inputs in use must agree on."""
-    dims = unpacked.key_dims
     if not dims:
         return 1
     if dims.count(dims[0]) == len(dims):
         return dims[0]
-    counted = {i: dims[i] % max(1, unpacked.values[i].dim()) for i in used or (0,)}
+    counted = {i: dims[i] % max(1, values[i].dim()) for i in used or (0,)}
     first, *others = counted.items()
     for i, dim in others:
         if dim != first[1]:
@@ -109,11 +126,14 @@ class PlanCache:
     ) -> RegroupPlan:
         """The plan for these arguments; errors are those of :meth:`RegroupPlan.build`."""
         entries = self._entries
+        if entries:  # the one used last first, without the price of a loop
+            entry = entries[0]
+            if entry.groups == groups and entry.keys == keys and entry.widths == widths:
+                return entry.plan
         for n, entry in enumerate(entries):
             # Groups first: among calls on the same inputs they differ soonest.
             if entry.groups == groups and entry.keys == keys and entry.widths == widths:
-                if n:
-                    self._entries = (entry, *entries[:n], *entries[n + 1 :])
+                self._entries = (entry, *entries[:n], *entries[n + 1 :])
                 return entry.plan
         plan = RegroupPlan.build(layouts=_pairs(keys, widths), groups=groups)
         entry = _Entry(

@@ -1,12 +1,12 @@
 """``KeyedTensor.regroup`` and ``regroup_as_dict`` with a cache of plans."""
 
-from __future__ import annotations
+from typing import Dict, List
 
-from collections.abc import Sequence
-
+import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
+from ..ops import compat as _compat  # noqa: F401  registers the operator that scripted code calls
 from ..ops.regroup import apply_column_map
 from ._inputs import PlanCache, check_names, common_key_dim, unpack
 
@@ -15,7 +15,43 @@ __all__ = ["regroup", "regroup_as_dict"]
 _plans = PlanCache(size=64)
 
 
-def regroup(keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> list[Tensor]:
+# Leaves for torch.fx, which would otherwise try to iterate over proxies: the graph holds one call
+# and finds the plan when it runs.
+@torch.jit.unused
+@torch.fx.wrap
+def _regroup_eagerly(keyed_tensors: List[KeyedTensor], groups: List[List[str]]) -> List[Tensor]:
+    unpacked = unpack(keyed_tensors)
+    if unpacked is None:
+        raise TypeError("keyed_tensors holds torch.fx proxies outside of tracing; expected KeyedTensors")
+    names, widths, values, dims = unpacked
+    if not values and not groups:
+        return []
+    column_map = _plans.find(groups, names, widths).column_map
+    return apply_column_map(values, column_map, None, common_key_dim(dims, values, column_map.used_inputs))
+
+
+@torch.fx.wrap
+def _to_dict(keys: List[str], values: List[Tensor]) -> Dict[str, Tensor]:
+    return {key: values[i] for i, key in enumerate(keys)}
+
+
+def _regroup_scripted(keyed_tensors: List[KeyedTensor], groups: List[List[str]]) -> List[Tensor]:
+    if len(keyed_tensors) == 0 and len(groups) == 0:
+        return []
+    for i, keyed_tensor in enumerate(keyed_tensors):
+        if keyed_tensor.key_dim() != 1:
+            raise ValueError(
+                f"keyed_tensors[{i}] has key_dim {keyed_tensor.key_dim()}; scripted code supports 1 only"
+            )
+    return torch.ops.torchrec_kt.regroup_keyed_tensor(
+        [kt.values() for kt in keyed_tensors],
+        [kt.keys() for kt in keyed_tensors],
+        [kt.length_per_key() for kt in keyed_tensors],
+        groups,
+    )
+
+
+def regroup(keyed_tensors: List[KeyedTensor], groups: List[List[str]]) -> List[Tensor]:
     """Rearrange the columns of KeyedTensors into groups; replaces ``KeyedTensor.regroup``.
 
     The plan is built on the first call with given keys, widths and groups, and found again on later
@@ -42,17 +78,14 @@ def regroup(keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]
         >>> torchrec_kt.regroup([kt], [["b", "a"], ["b"]])
         [tensor([[2, 3, 1]]), tensor([[2, 3]])]
     """
-    unpacked = unpack(keyed_tensors)
-    if not unpacked.values and not groups:
-        return []
-    plan = _plans.find(groups, unpacked.keys, unpacked.widths)
-    key_dim = common_key_dim(unpacked, plan.column_map.used_inputs)
-    return apply_column_map(unpacked.values, plan.column_map, None, key_dim)
+    if torch.jit.is_scripting():
+        return _regroup_scripted(keyed_tensors, groups)
+    return _regroup_eagerly(keyed_tensors, groups)
 
 
 def regroup_as_dict(
-    keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]], keys: Sequence[str]
-) -> dict[str, Tensor]:
+    keyed_tensors: List[KeyedTensor], groups: List[List[str]], keys: List[str]
+) -> Dict[str, Tensor]:
     """:func:`regroup` with a name for each group; replaces ``KeyedTensor.regroup_as_dict``.
 
     Args:
@@ -73,5 +106,8 @@ def regroup_as_dict(
         >>> torchrec_kt.regroup_as_dict([kt], [["b"], ["a"]], ["user", "item"])
         {'user': tensor([[2, 3]]), 'item': tensor([[1]])}
     """
+    if torch.jit.is_scripting():
+        outputs = _regroup_scripted(keyed_tensors, groups)
+        return {key: outputs[i] for i, key in enumerate(keys)}
     check_names(groups, keys)
-    return dict(zip(keys, regroup(keyed_tensors, groups)))
+    return _to_dict(keys, _regroup_eagerly(keyed_tensors, groups))

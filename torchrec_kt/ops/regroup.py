@@ -27,7 +27,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from .plan import ColumnMap, RegroupPlan
-from .torch_impl import Program, TensorMeta, accumulate_dtype, compile_map
+from .torch_impl import Program, TensorMeta, Tensors, accumulate_dtype, compile_map
 
 __all__ = ["apply_column_map", "column_map_from_moves", "moves_tensor", "regroup_values"]
 
@@ -36,6 +36,9 @@ _MAX_CALLS = 128
 _MAX_MAPS = 64
 
 _PLAIN_TENSORS = frozenset((Tensor, torch.nn.Parameter))
+_is_compiling = torch.compiler.is_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_tracing_state = torch._C._get_tracing_state
 _transforms_active = torch._C._are_functorch_transforms_active
 _is_old_vmap = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -90,17 +93,20 @@ def apply_column_map(
     values: Sequence[Tensor], column_map: ColumnMap, dtype: torch.dtype | None, key_dim: int
 ) -> list[Tensor]:
     """:func:`regroup_values` for a bare map."""
+    if not isinstance(values, (list, tuple)):
+        check_tensors(values)  # a lone tensor is a sequence too
+        values = list(values)
     if _recording() or not _PLAIN_TENSORS.issuperset(map(type, values)):
         return _by_operator(values, column_map, dtype, key_dim)
     return _run(_call_for(values, column_map, dtype, key_dim), values)
 
 
-def _run(call: _Call, values: Sequence[Tensor]) -> list[Tensor]:
+def _run(call: _Call, values: Tensors) -> list[Tensor]:
     """Apply a call's map to real tensors of the shapes that it was made for."""
     if _transforms_active():
         return list(_TransformableApply.apply(call, *values))
     if _wants_autograd(values):
-        return list(_EagerApply.apply(call, *values))
+        return list(_EagerApply.apply(call, *values))  # pyright: ignore[reportAttributeAccessIssue]
     return call.program(values)
 
 
@@ -114,17 +120,15 @@ def _by_operator(
 
 def _recording() -> bool:
     """Whether something watches the calls made here, so that it should see one operator."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-    )
+    return _is_compiling() or _dispatch_modes() > 0 or _tracing_state() is not None
 
 
 def _wants_autograd(values: Sequence[Tensor]) -> bool:
-    return (
-        torch.is_grad_enabled() and True in [v.requires_grad for v in values]
-    ) or forward_ad._current_level >= 0
+    if torch.is_grad_enabled():
+        for value in values:
+            if value.requires_grad:
+                return True
+    return forward_ad._current_level >= 0
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -209,7 +213,7 @@ def promoted_dtype(values: Sequence[Tensor], column_map: ColumnMap) -> torch.dty
 class _Adjoint:
     """How gradients of one call's outputs become gradients of its inputs."""
 
-    __slots__ = ("call", "column_map", "dtype", "unused", "wanted")
+    __slots__ = ("call", "column_map", "complete", "dtype", "unused", "wanted")
 
     def __init__(self, call: _Call, needs: tuple[bool, ...]) -> None:
         used = call.column_map.used_inputs
@@ -220,6 +224,10 @@ class _Adjoint:
             widths[i] = call.inputs[i].shape[call.key_dim]
         self.column_map = call.column_map.transpose(widths, self.wanted)
         self.dtype = _gradient_dtype(call.dtype, [call.inputs[i].dtype for i in self.wanted])
+        # Whether the map's outputs are the gradients as they stand.
+        self.complete = len(self.wanted) == len(needs) and all(
+            meta.dtype == self.dtype for meta in call.inputs
+        )
         self.call: _Call | None = None  # for gradients that are plain tensors; their shapes are known
 
 
@@ -244,11 +252,15 @@ class _Call:
         ]
         self._adjoints: dict[tuple[bool, ...], _Adjoint] = {}
 
-    def pull_back(self, needs: tuple[bool, ...], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def pull_back(self, needs: tuple[bool, ...], grads: tuple[Any, ...]) -> Sequence[Tensor | None]:
         """Gradients of the inputs; None where ``needs`` says that none is needed."""
         adjoint = self._adjoints.get(needs)
         if adjoint is None:
             adjoint = self._adjoints[needs] = _Adjoint(self, needs)
+        if not _PLAIN_TENSORS.issuperset(map(type, grads)):
+            grads = self._filled(grads)
+        if adjoint.complete:
+            return self._pull_back_used(adjoint, grads)
         result: list[Tensor | None] = [None] * len(needs)
         if adjoint.wanted:
             for i, grad in zip(adjoint.wanted, self._pull_back_used(adjoint, grads)):
@@ -258,18 +270,20 @@ class _Call:
             result[i] = torch.zeros(shape, dtype=dtype, device=device)
         return result
 
-    def _pull_back_used(self, adjoint: _Adjoint, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        device = self.inputs[adjoint.wanted[0]].device
-        filled = [
+    def _filled(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+        device = self.inputs[(self.column_map.used_inputs or (0,))[0]].device
+        return tuple(
             _zeros(shape, self.dtype, device) if g is None else g for g, shape in zip(grads, self.out_shapes)
-        ]
-        if not _PLAIN_TENSORS.issuperset(map(type, filled)) or _recording():
-            return _by_operator(filled, adjoint.column_map, adjoint.dtype, self.key_dim)
-        if _transforms_active() or True in map(_is_old_vmap, filled):
-            return _apply_to_derivatives(filled, adjoint.column_map, adjoint.dtype, self.key_dim)
+        )
+
+    def _pull_back_used(self, adjoint: _Adjoint, grads: Tensors) -> list[Tensor]:
+        if _recording() or not _PLAIN_TENSORS.issuperset(map(type, grads)):
+            return _by_operator(grads, adjoint.column_map, adjoint.dtype, self.key_dim)
+        if _transforms_active() or True in map(_is_old_vmap, grads):
+            return _apply_to_derivatives(grads, adjoint.column_map, adjoint.dtype, self.key_dim)
         if adjoint.call is None:
-            adjoint.call = _Call(filled, adjoint.column_map, adjoint.dtype, self.key_dim)
-        return _run(adjoint.call, filled)
+            adjoint.call = _Call(grads, adjoint.column_map, adjoint.dtype, self.key_dim)
+        return _run(adjoint.call, grads)
 
     def push_forward(self, tangents: Sequence[Tensor | None]) -> list[Tensor]:
         """Tangents of the outputs."""
@@ -281,7 +295,7 @@ class _Call:
 
 
 def _apply_to_derivatives(
-    values: Sequence[Tensor], column_map: ColumnMap, dtype: torch.dtype, key_dim: int
+    values: Tensors, column_map: ColumnMap, dtype: torch.dtype, key_dim: int
 ) -> list[Tensor]:
     """Gradients and tangents can be tensors of the old vmap (``torch.autograd.grad(is_grads_batched=True)``)."""
     if True in map(_is_old_vmap, values):
@@ -290,7 +304,7 @@ def _apply_to_derivatives(
 
 
 def _composite(
-    values: Sequence[Tensor], column_map: ColumnMap, dtype: torch.dtype | None, key_dim: int
+    values: Tensors, column_map: ColumnMap, dtype: torch.dtype | None, key_dim: int
 ) -> list[Tensor]:
     inputs = [TensorMeta(tuple(v.shape), v.dtype, v.device) for v in values]
     result = promoted_dtype(values, column_map) if dtype is None else dtype
@@ -300,7 +314,10 @@ def _composite(
 def _call_for(
     values: Sequence[Tensor], column_map: ColumnMap, dtype: torch.dtype | None, key_dim: int
 ) -> _Call:
-    signature = (key_dim, dtype, *[(v.shape, v.dtype, v.device) for v in values])
+    described: list[Any] = [key_dim, dtype]
+    for v in values:
+        described += (v.shape, v.dtype, v.device)
+    signature = tuple(described)
     call = column_map.calls.get(signature)
     if call is None:
         call = _Call(values, column_map, dtype, key_dim)
@@ -336,8 +353,12 @@ def _as_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
     return grad.to(dtype)
 
 
-class _EagerApply(torch.autograd.Function):
-    """Applies a call's map. Forward takes ``ctx`` first: the other style costs microseconds more."""
+class _EagerApply(_SingleLevelFunction):
+    """Applies a call's map outside of ``torch.func`` transforms.
+
+    Single-level and with ``ctx`` first: entering ``torch.autograd.Function``, or setting up the
+    context in a method of its own, costs microseconds more.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *values: Tensor) -> tuple[Tensor, ...]:
@@ -453,7 +474,7 @@ def _check_out_widths(out_widths: Sequence[int]) -> None:
 
 
 def _regroup(
-    values: Sequence[Tensor],
+    values: list[Tensor],
     moves: Tensor,
     out_widths: Sequence[int],
     key_dim: int = 1,
@@ -465,7 +486,7 @@ def _regroup(
 
 
 def _regroup_old_vmap(
-    values: Sequence[Tensor],
+    values: list[Tensor],
     moves: Tensor,
     out_widths: Sequence[int],
     key_dim: int = 1,

@@ -35,9 +35,10 @@ from . import cost
 from ._memory import HUGE_PAGE_BYTES, empty
 from .plan import ColumnMap, Piece
 
-__all__ = ["Program", "Strategy", "TensorMeta", "accumulate_dtype", "compile_map"]
+__all__ = ["Program", "Strategy", "TensorMeta", "accumulate_dtype", "compile_map", "strategy_counts"]
 
-Program = Callable[[Sequence[Tensor]], "list[Tensor]"]
+Tensors = list[Tensor] | tuple[Tensor, ...]
+Program = Callable[[Tensors], list[Tensor]]
 Strategy = cost.Strategy
 
 # Sums of repeated columns are taken over at most this many elements at a time where they need a
@@ -101,9 +102,21 @@ def compile_map(
         no autograd history of its own and must be called with autograd off or on inputs that do
         not require a gradient.
     """
+    geometry = _geometry(column_map, inputs, dtype, key_dim)
+    if geometry.device.type == "meta" or geometry.rows * geometry.inner == 0:
+        return _shapes_only(geometry)
+    if strategy == "composite":
+        return _composite(geometry)
+    copy = _BUILDERS[strategy or _choose(geometry)](geometry)
+    return _summing(geometry, copy) if column_map.max_fan_in > 1 else copy
+
+
+def _geometry(
+    column_map: ColumnMap, inputs: Sequence[TensorMeta], dtype: torch.dtype, key_dim: int
+) -> _Geometry:
     reference = inputs[column_map.used_inputs[0] if column_map.used_inputs else 0]
     before, after = reference.shape[:key_dim], reference.shape[key_dim + 1 :]
-    geometry = _Geometry(
+    return _Geometry(
         column_map=column_map,
         inputs=inputs,
         dtype=dtype,
@@ -113,13 +126,6 @@ def compile_map(
         rows=math.prod(before),
         inner=math.prod(after),
     )
-    if geometry.device.type == "meta" or geometry.rows * geometry.inner == 0:
-        return _shapes_only(geometry)
-    if strategy == "composite":
-        return _composite(geometry)
-    builders = {"slices": _slices, "columns": _columns, "rows": _rows}
-    copy = builders[strategy or _choose(geometry)](geometry)
-    return _summing(geometry, copy) if column_map.max_fan_in > 1 else copy
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -133,18 +139,27 @@ def _choose(geometry: _Geometry) -> Strategy:
     if geometry.device.type != "cpu":
         # The cost rule knows CPUs only; slices need nothing on the device but the data.
         return "slices"
-    counts: dict[Strategy, cost.Counts] = {"slices": _count_slices(geometry)}
-    if _columns_possible(geometry):
-        counts["columns"] = _count_columns(geometry)
-    if _rows_possible(geometry):
-        counts["rows"] = _count_rows(geometry)
-    return cost.cheapest(counts)
+    return cost.cheapest({name: costs for name in _BUILDERS if (costs := _cost(geometry, name)) is not None})
+
+
+def strategy_counts(
+    column_map: ColumnMap, inputs: Sequence[TensorMeta], dtype: torch.dtype, key_dim: int, strategy: Strategy
+) -> tuple[float, ...] | None:
+    """What the cost rule counts for a strategy; None where it cannot serve."""
+    geometry = _geometry(column_map, inputs, dtype, key_dim)
+    counted = _COUNTERS[strategy](geometry)
+    return None if counted is None else _MODELS[strategy].counts(**counted)
+
+
+def _cost(geometry: _Geometry, strategy: Strategy) -> float | None:
+    counted = _COUNTERS[strategy](geometry)
+    return None if counted is None else _MODELS[strategy].cost(**counted)
 
 
 def _shapes_only(geometry: _Geometry) -> Program:
     shapes, dtype, device = geometry.out_shapes, geometry.dtype, geometry.device
 
-    def program(values: Sequence[Tensor]) -> list[Tensor]:
+    def program(values: Tensors) -> list[Tensor]:
         return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
 
     return program
@@ -167,6 +182,10 @@ def _index(values: list[int]) -> Tensor:
 
 def _out_bytes(geometry: _Geometry, width: int) -> int:
     return geometry.rows * geometry.inner * width * geometry.dtype.itemsize
+
+
+def _size(geometry: _Geometry) -> int:
+    return _out_bytes(geometry, sum(geometry.column_map.out_widths))
 
 
 # --- slices ---------------------------------------------------------------------------------------
@@ -211,28 +230,26 @@ def _slice_recipe(column_map: ColumnMap) -> _SliceRecipe:
     return _recipe(column_map, "slices", build)
 
 
-def _count_slices(geometry: _Geometry) -> cost.Counts:
+def _count_slices(geometry: _Geometry) -> dict[str, int]:
     recipe = _slice_recipe(geometry.column_map)
-    parts = sum(len(sizes) for _, sizes in recipe.splits) + sum(map(len, recipe.picks))
     copies = sum(map(len, recipe.picks))
-    return cost.slices(
-        calls=len(recipe.splits) + len(recipe.picks), parts=parts, strips=copies * geometry.rows
-    )
+    views = sum(len(sizes) for _, sizes in recipe.splits)
+    return {
+        "calls": len(recipe.splits) + len(recipe.picks),
+        "parts": views + copies,
+        "strips": copies * geometry.rows,
+        "size": _size(geometry),
+    }
 
 
 def _slices(geometry: _Geometry) -> Program:
     recipe = _slice_recipe(geometry.column_map)
     dim, dtype, device = geometry.key_dim, geometry.dtype, geometry.device
-    splits: list[tuple[int, tuple[int, ...]]] = []
-    for tensor, sizes in recipe.splits:
-        spare = geometry.inputs[tensor].shape[dim] - sum(sizes)
-        splits.append((tensor, (*sizes, spare)))
-    # A spare part, often empty, ends every input (padding columns); part numbers shift accordingly.
-    shift: list[int] = []
-    for n, (_, sizes) in enumerate(recipe.splits):
-        shift.extend([n] * len(sizes))
-    shift.extend([len(recipe.splits)] * len(recipe.gaps))
-    picks = [tuple(i + shift[i] for i in pick) for pick in recipe.picks]
+    # Padding columns, where an input has them, are cut off before it is split.
+    splits = [
+        (i, sizes, None if geometry.inputs[i].shape[dim] == geometry.column_map.in_widths[i] else sum(sizes))
+        for i, sizes in recipe.splits
+    ]
     gap_shapes: list[tuple[int, ...]] = []
     for length in recipe.gaps:
         shape = list(geometry.out_shapes[0])
@@ -246,14 +263,15 @@ def _slices(geometry: _Geometry) -> Program:
         (_cat_new(dim) if not into_given and _out_bytes(geometry, shape[dim]) < HUGE_PAGE_BYTES
          else _cat_into(shape, dtype, device, dim) if by_cat
          else _copy_into(shape, dtype, device, dim)) if pick else _nothing(shape, dtype, device)
-        for shape, pick in zip(geometry.out_shapes, picks)
+        for shape, pick in zip(geometry.out_shapes, recipe.picks)
     ]  # fmt: skip
-    getters = [_getter(pick) for pick in picks]
+    getters = [_getter(pick) for pick in recipe.picks]
 
-    def program(values: Sequence[Tensor]) -> list[Tensor]:
+    def program(values: Tensors) -> list[Tensor]:
         parts: list[Tensor] = []
-        for tensor, sizes in splits:
-            parts += values[tensor].split_with_sizes(sizes, dim)
+        for tensor, sizes, width in splits:
+            value = values[tensor] if width is None else values[tensor].narrow(dim, 0, width)
+            parts += value.split_with_sizes(sizes, dim)
         if gap_shapes:
             zero = torch.zeros((), dtype=dtype, device=device)
             parts += [zero.expand(shape) for shape in gap_shapes]
@@ -313,10 +331,6 @@ class _Stretch(NamedTuple):
     base: int
     granule: int
     numbers: Tensor | None
-
-
-def _columns_possible(geometry: _Geometry) -> bool:
-    return not geometry.casts
 
 
 def _column_recipe(geometry: _Geometry) -> tuple[tuple[_Stretch, ...], ...]:
@@ -386,10 +400,16 @@ def _stretch(pieces: tuple[Piece, ...], granule: int) -> _Stretch:
     return _Stretch(start, length, tensor, base, granule, _index(index))
 
 
-def _count_columns(geometry: _Geometry) -> cost.Counts:
+def _count_columns(geometry: _Geometry) -> dict[str, int] | None:
+    if geometry.casts:
+        return None
     stretches = [s for stretches in _column_recipe(geometry) for s in stretches]
-    granules = sum(s.length // s.granule for s in stretches)
-    return cost.columns(calls=len(stretches), granules=granules, rows=geometry.rows)
+    return {
+        "calls": len(stretches),
+        "granules": sum(s.length // s.granule for s in stretches),
+        "rows": geometry.rows,
+        "size": _size(geometry),
+    }
 
 
 def _columns(geometry: _Geometry) -> Program:
@@ -397,7 +417,7 @@ def _columns(geometry: _Geometry) -> Program:
     dim, dtype, device = geometry.key_dim, geometry.dtype, geometry.device
     outputs = tuple(zip(geometry.out_shapes, recipe))
 
-    def program(values: Sequence[Tensor]) -> list[Tensor]:
+    def program(values: Tensors) -> list[Tensor]:
         outs: list[Tensor] = []
         for shape, stretches in outputs:
             out = empty(shape, dtype, device)
@@ -428,11 +448,6 @@ class _RowRecipe(NamedTuple):
     width: int  # columns of a joined row
     zeros: bool
     columns: tuple[tuple[int, ...], ...]  # per output, granule numbers within a joined row
-
-
-def _rows_possible(geometry: _Geometry) -> bool:
-    used = geometry.used
-    return bool(used) and geometry.key_dim == 1 and len(used[0].shape) == 2 and geometry.cat_can_cast
 
 
 def _row_granule(column_map: ColumnMap) -> int:
@@ -470,25 +485,26 @@ def _row_recipe(column_map: ColumnMap) -> _RowRecipe:
     return _recipe(column_map, "rows", build)
 
 
-def _count_rows(geometry: _Geometry) -> cost.Counts:
-    column_map = geometry.column_map
+def _count_rows(geometry: _Geometry) -> dict[str, int] | None:
+    used, column_map = geometry.used, geometry.column_map
+    if not used or geometry.key_dim != 1 or len(used[0].shape) != 2 or not geometry.cat_can_cast:
+        return None
     granule = _recipe(column_map, "row granule", lambda: _row_granule(column_map))
     width = sum(column_map.in_widths[i] for i in column_map.used_inputs)
-    rows = geometry.rows
-    return cost.rows(
-        blocks=-(-rows // _block_rows(geometry, width)),
-        outputs=len(column_map.outputs),
-        granules=rows * sum(column_map.out_widths) // granule,
-        scratch_bytes=rows * width * geometry.dtype.itemsize,
-    )
+    return {
+        "blocks": -(-geometry.rows // _block_rows(geometry, width)),
+        "outputs": len(column_map.outputs),
+        "granules": geometry.rows * sum(column_map.out_widths) // granule,
+        "size": _size(geometry),
+    }
 
 
 def _block_rows(geometry: _Geometry, width: int) -> int:
-    return max(1, min(geometry.rows, cost.ROWS.scratch_bytes // max(1, width * geometry.dtype.itemsize)))
+    return max(1, min(geometry.rows, cost.SCRATCH_BYTES // max(1, width * geometry.dtype.itemsize)))
 
 
 def _most_rows(recipe: _RowRecipe, dtype: torch.dtype) -> int:
-    return max(1, cost.ROWS.scratch_bytes // max(1, recipe.width * dtype.itemsize))
+    return max(1, cost.SCRATCH_BYTES // max(1, recipe.width * dtype.itemsize))
 
 
 def _rows(geometry: _Geometry) -> Program:
@@ -499,17 +515,20 @@ def _rows(geometry: _Geometry) -> Program:
     return _rows_at_once(geometry, recipe)
 
 
-def _joinable(geometry: _Geometry, recipe: _RowRecipe) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-    """Picks the used inputs, without padding columns, and appends the granule of zeros."""
+def _joinable(geometry: _Geometry, recipe: _RowRecipe) -> Callable[[Tensors], list[Tensor]] | None:
+    """Picks the used inputs, without padding columns, and appends the granule of zeros.
+
+    None where the inputs can be joined as they are.
+    """
     used = geometry.column_map.used_inputs
     known = [geometry.column_map.in_widths[i] for i in used]
     padded = [(i, w) if geometry.inputs[i].shape[1] != w else (i, None) for i, w in zip(used, known)]
     if not recipe.zeros and not any(w is not None for _, w in padded):
         everything = tuple(range(len(geometry.inputs)))
-        return list if used == everything else lambda values: [values[i] for i in used]
+        return None if used == everything else lambda values: [values[i] for i in used]
     dtype, device, zeros = geometry.dtype, geometry.device, (geometry.rows, recipe.granule)
 
-    def pick(values: Sequence[Tensor]) -> list[Tensor]:
+    def pick(values: Tensors) -> list[Tensor]:
         inputs = [values[i] if w is None else values[i].narrow(1, 0, w) for i, w in padded]
         if recipe.zeros:
             inputs.append(torch.zeros((), dtype=dtype, device=device).expand(zeros))
@@ -538,12 +557,12 @@ def _rows_at_once(geometry: _Geometry, recipe: _RowRecipe) -> Program:
     column_map, total = geometry.column_map, geometry.rows
     pick = _joinable(geometry, recipe)
     cat, index_select = torch.cat, torch.index_select
-    if total == 1 and sum(column_map.out_widths) <= cost.ROWS.single_elements:
+    if total == 1 and sum(column_map.out_widths) <= cost.SINGLE_ROW_COLUMNS:
         # So few that viewing them as granules would cost more than it saves.
         indices = _row_indices(column_map, recipe, 1, 1)
 
-        def single_row(values: Sequence[Tensor]) -> list[Tensor]:
-            joined = cat(pick(values), 1)
+        def single_row(values: Tensors) -> list[Tensor]:
+            joined = cat(values if pick is None else pick(values), 1)
             return [index_select(joined, 1, index) for index in indices]
 
         return single_row
@@ -554,8 +573,8 @@ def _rows_at_once(geometry: _Geometry, recipe: _RowRecipe) -> Program:
     indices = tuple(index.narrow(0, 0, total * len(columns)) for index, columns in zip(whole, recipe.columns))
     outputs = tuple(zip(geometry.out_shapes, indices))
 
-    def program(values: Sequence[Tensor]) -> list[Tensor]:
-        source = cat(pick(values), 1).view(-1, granule)
+    def program(values: Tensors) -> list[Tensor]:
+        source = cat(values if pick is None else pick(values), 1).view(-1, granule)
         return [index_select(source, 0, index).view(shape) for shape, index in outputs]
 
     return program
@@ -569,8 +588,8 @@ def _rows_in_blocks(geometry: _Geometry, recipe: _RowRecipe) -> Program:
     per_row = [len(columns) for columns in recipe.columns]
     pick = _joinable(geometry, recipe)
 
-    def program(values: Sequence[Tensor]) -> list[Tensor]:
-        inputs = pick(values)
+    def program(values: Tensors) -> list[Tensor]:
+        inputs = values if pick is None else pick(values)
         first = inputs[0]
         in_one = len(inputs) == 1 and first.is_contiguous() and first.dtype == dtype
         scratch = first if in_one else torch.empty((block, width), dtype=dtype, device=device)
@@ -599,7 +618,7 @@ def _composite(geometry: _Geometry) -> Program:
     dim, dtype, wide = geometry.key_dim, geometry.dtype, _sum_dtype(geometry)
     shapes, outputs = geometry.out_shapes, geometry.column_map.outputs
 
-    def part(values: Sequence[Tensor], piece: Piece, shape: tuple[int, ...]) -> Tensor:
+    def part(values: Tensors, piece: Piece, shape: tuple[int, ...]) -> Tensor:
         first, *rest = [values[i].narrow(dim, offset, piece.length) for i, offset in piece.sources] or [
             torch.zeros((), dtype=dtype, device=geometry.device).expand(
                 *shape[:dim], piece.length, *shape[dim + 1 :]
@@ -611,7 +630,7 @@ def _composite(geometry: _Geometry) -> Program:
                 first = first + source.to(wide)
         return first.to(dtype)
 
-    def program(values: Sequence[Tensor]) -> list[Tensor]:
+    def program(values: Tensors) -> list[Tensor]:
         return [
             torch.cat([part(values, piece, shape) for piece in pieces], dim)
             if pieces
@@ -639,7 +658,7 @@ def _summing(geometry: _Geometry, copy: Program) -> Program:
     repeated = [[p for p in pieces if len(p.sources) > 1] for pieces in geometry.column_map.outputs]
     in_place = wide == dtype
 
-    def program(values: Sequence[Tensor]) -> list[Tensor]:
+    def program(values: Tensors) -> list[Tensor]:
         outs = copy(values)
         for out, pieces in zip(outs, repeated):
             for piece in pieces:
@@ -671,3 +690,16 @@ def _sum_rounding_once(target: Tensor, sources: Sequence[Tensor], wide: torch.dt
         for source in rest:
             total.add_(_addable(source, wide))
         part.copy_(total)
+
+
+_BUILDERS: dict[Strategy, Callable[[_Geometry], Program]] = {
+    "slices": _slices,
+    "columns": _columns,
+    "rows": _rows,
+}
+_COUNTERS: dict[Strategy, Callable[[_Geometry], dict[str, int] | None]] = {
+    "slices": _count_slices,
+    "columns": _count_columns,
+    "rows": _count_rows,
+}
+_MODELS: dict[Strategy, Any] = {"slices": cost.SLICES, "columns": cost.COLUMNS, "rows": cost.ROWS}

@@ -89,7 +89,7 @@ def _to_dict(keys: List[str], values: List[Tensor]) -> Dict[str, Tensor]:
 @torch.fx.wrap
 def _regroup_at_run_time(module: Any, keyed_tensors: Any) -> Dict[str, Tensor]:
     # What a graph calls that was traced before there was a plan.
-    return module.regroup_eagerly(keyed_tensors)
+    return module(keyed_tensors)
 
 
 class KTRegroupAsDict(TorchRecKTRegroupAsDict):
@@ -168,24 +168,28 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
             TypeError: an argument is of the wrong type, or dtypes cannot be promoted.
         """
         if not torch.jit.is_scripting():
-            if _is_proxy(keyed_tensors):
-                if self._graph_plan is None:
-                    return _before_first_plan(self, keyed_tensors)
-            else:
-                return self.regroup_eagerly(keyed_tensors)
+            regrouped = self._regroup_eagerly(keyed_tensors)
+            if regrouped is not None:
+                return regrouped
+            if self._graph_plan is None:
+                return _before_first_plan(self, keyed_tensors)
         values = _checked_values(keyed_tensors, self._layout_keys, self._layout_widths)
         outputs = self._permute_pooled_embs_impl(values, self._dim, self._out_dtype)
         return _to_dict(self._keys, outputs)
 
     @torch.jit.unused
-    def regroup_eagerly(self, keyed_tensors: List[KeyedTensor]) -> Dict[str, Tensor]:
-        """What :meth:`forward` does with KeyedTensors, outside of graphs."""
+    def _regroup_eagerly(self, keyed_tensors: List[KeyedTensor]) -> Optional[Dict[str, Tensor]]:
+        """What :meth:`forward` does with KeyedTensors that hold tensors; None for proxies."""
         unpacked = unpack(keyed_tensors)
-        if not unpacked.values and not self._groups:
+        if unpacked is None:
+            return None
+        names, widths, values, dims = unpacked
+        if not values and not self._groups:
             return {}
-        plan = self._plans.find(self._groups, unpacked.keys, unpacked.widths)
-        key_dim = common_key_dim(unpacked, plan.column_map.used_inputs)
-        outputs = apply_column_map(unpacked.values, plan.column_map, self._out_dtype, key_dim)
+        plan = self._plans.find(self._groups, names, widths)
+        column_map = plan.column_map
+        key_dim = common_key_dim(dims, values, column_map.used_inputs)
+        outputs = apply_column_map(values, column_map, self._out_dtype, key_dim)
         if plan is not self._graph_plan or key_dim != self._dim:
             self._show_to_graphs(plan, key_dim, None)
         return dict(zip(self._keys, outputs))
@@ -267,13 +271,6 @@ def _torch_dtype(emb_dtype: Optional[DataType]) -> Optional[torch.dtype]:
 
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
-
-
-def _is_proxy(keyed_tensors: Any) -> bool:
-    return isinstance(keyed_tensors, torch.fx.Proxy) or (
-        isinstance(keyed_tensors, (list, tuple))
-        and any(isinstance(kt, torch.fx.Proxy) for kt in keyed_tensors)
-    )
 
 
 def _before_first_plan(module: KTRegroupAsDict, keyed_tensors: Any) -> Any:
