@@ -16,6 +16,13 @@ __all__ = ["COLUMNS", "ROWS", "SLICES", "Strategy", "cheapest"]
 Strategy = Literal["slices", "columns", "rows"]
 
 
+# The strips of a part lie a whole row apart. While everything fits the cache of a core, or rows are
+# so short that the next strip has been fetched with this one, that costs little; else every strip
+# is a cache miss. Strips are "far" where the outputs and their rows exceed these.
+NEAR_BYTES = 1 << 20
+NEAR_ROW_BYTES = 1 << 10
+
+
 class Slices(NamedTuple):
     """Splitting and concatenating.
 
@@ -25,13 +32,14 @@ class Slices(NamedTuple):
     call: float
     part: float
     strip: float
+    far_strip: float
     byte: float
 
-    def counts(self, *, calls: int, parts: int, strips: int, size: int) -> tuple[float, ...]:
-        return calls, parts, strips, size
+    def counts(self, *, calls: int, parts: int, strips: int, rows: int, size: int) -> tuple[float, ...]:
+        return calls, parts, *_by_distance(strips, rows, size), size
 
-    def cost(self, *, calls: int, parts: int, strips: int, size: int) -> float:
-        return _dot(self, self.counts(calls=calls, parts=parts, strips=strips, size=size))
+    def cost(self, **counted: int) -> float:
+        return _dot(self, self.counts(**counted))
 
 
 class Columns(NamedTuple):
@@ -40,17 +48,18 @@ class Columns(NamedTuple):
     call: float
     granule: float
     strip: float
+    far_strip: float
     byte: float
 
-    def granule_cost(self, rows: int) -> float:
-        """Of one granule of ``rows`` rows, bytes apart."""
-        return self.granule + self.strip * rows
+    def granule_cost(self, rows: int, size: int) -> float:
+        """Of one granule of ``rows`` rows, bytes apart, in an output of ``size`` bytes."""
+        return self.granule + (self.far_strip if _far(rows, size) else self.strip) * rows
 
     def counts(self, *, calls: int, granules: int, rows: int, size: int) -> tuple[float, ...]:
-        return calls, granules, granules * rows, size
+        return calls, granules, *_by_distance(granules * rows, rows, size), size
 
-    def cost(self, *, calls: int, granules: int, rows: int, size: int) -> float:
-        return _dot(self, self.counts(calls=calls, granules=granules, rows=rows, size=size))
+    def cost(self, **counted: int) -> float:
+        return _dot(self, self.counts(**counted))
 
 
 class Rows(NamedTuple):
@@ -64,8 +73,16 @@ class Rows(NamedTuple):
     def counts(self, *, blocks: int, outputs: int, granules: int, size: int) -> tuple[float, ...]:
         return blocks, outputs * blocks, granules, size
 
-    def cost(self, *, blocks: int, outputs: int, granules: int, size: int) -> float:
-        return _dot(self, self.counts(blocks=blocks, outputs=outputs, granules=granules, size=size))
+    def cost(self, **counted: int) -> float:
+        return _dot(self, self.counts(**counted))
+
+
+def _far(rows: int, size: int) -> bool:
+    return size > NEAR_BYTES and size > NEAR_ROW_BYTES * rows
+
+
+def _by_distance(strips: int, rows: int, size: int) -> tuple[int, int]:
+    return (0, strips) if _far(rows, size) else (strips, 0)
 
 
 def _dot(constants: tuple[float, ...], counts: tuple[float, ...]) -> float:

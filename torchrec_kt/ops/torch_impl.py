@@ -139,6 +139,8 @@ def _choose(geometry: _Geometry) -> Strategy:
     if geometry.device.type != "cpu":
         # The cost rule knows CPUs only; slices need nothing on the device but the data.
         return "slices"
+    if _is_short_row(geometry) and _count_rows(geometry) is not None:
+        return "rows"  # two torch calls and one per output; nothing is cheaper
     return cost.cheapest({name: costs for name in _BUILDERS if (costs := _cost(geometry, name)) is not None})
 
 
@@ -238,6 +240,7 @@ def _count_slices(geometry: _Geometry) -> dict[str, int]:
         "calls": len(recipe.splits) + len(recipe.picks),
         "parts": views + copies,
         "strips": copies * geometry.rows,
+        "rows": geometry.rows,
         "size": _size(geometry),
     }
 
@@ -336,21 +339,22 @@ class _Stretch(NamedTuple):
 def _column_recipe(geometry: _Geometry) -> tuple[tuple[_Stretch, ...], ...]:
     # How finely to cut depends on the number of rows, only roughly: one recipe per power of two.
     rows = 1 << max(0, geometry.rows - 1).bit_length()
+    granule_cost = cost.COLUMNS.granule_cost(rows, _size(geometry))
 
     def build() -> tuple[tuple[_Stretch, ...], ...]:
-        return tuple(_stretches(pieces, rows) for pieces in geometry.column_map.outputs)
+        return tuple(_stretches(pieces, granule_cost) for pieces in geometry.column_map.outputs)
 
-    return _recipe(geometry.column_map, ("columns", rows), build)
+    return _recipe(geometry.column_map, ("columns", granule_cost), build)
 
 
-def _stretches(pieces: tuple[Piece, ...], rows: int) -> tuple[_Stretch, ...]:
+def _stretches(pieces: tuple[Piece, ...], granule_cost: float) -> tuple[_Stretch, ...]:
     """Join neighbouring pieces from one input where one call with a finer granule beats two calls.
 
     Shortest path over the piece borders. A candidate is an open stretch: its granule so far, the
     piece it starts at and the cost up to there. Of candidates with equal granule only the cheapest
     is kept, so their number stays below the number of divisors of a width.
     """
-    call_cost, granule_cost = cost.COLUMNS.call, cost.COLUMNS.granule_cost(rows)
+    call_cost = cost.COLUMNS.call
     best: list[float] = [0.0]
     came_from: list[tuple[int, int]] = [(0, 0)]  # (first piece of the last stretch, its granule)
     open_stretches: dict[int, int] = {}  # granule -> first piece
@@ -553,11 +557,15 @@ def _row_indices(column_map: ColumnMap, recipe: _RowRecipe, rows: int, granule: 
     return _recipe(column_map, ("row index", rows, granule), build)
 
 
+def _is_short_row(geometry: _Geometry) -> bool:
+    return geometry.rows == 1 and sum(geometry.column_map.out_widths) <= cost.SINGLE_ROW_COLUMNS
+
+
 def _rows_at_once(geometry: _Geometry, recipe: _RowRecipe) -> Program:
     column_map, total = geometry.column_map, geometry.rows
     pick = _joinable(geometry, recipe)
     cat, index_select = torch.cat, torch.index_select
-    if total == 1 and sum(column_map.out_widths) <= cost.SINGLE_ROW_COLUMNS:
+    if _is_short_row(geometry):
         # So few that viewing them as granules would cost more than it saves.
         indices = _row_indices(column_map, recipe, 1, 1)
 
