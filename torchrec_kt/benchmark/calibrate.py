@@ -41,7 +41,7 @@ _GUESS = {
     "far_strip": 5.0,
     "granule": 5.0,
     "block": 2000.0,
-    "output": 2000.0,
+    "tensor": 2000.0,
     "byte": 0.03,
 }
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536)
@@ -62,9 +62,9 @@ _WIDTHS: tuple[tuple[int, ...], ...] = (
 
 def random_map(rng: random.Random) -> tuple[ColumnMap, str]:
     """A regroup or its transpose, and a word about it."""
-    inputs = rng.choice((1, 1, 2, 2, 3, 8))
+    inputs = rng.choice((1, 1, 2, 2, 3, 8, 32))
     keys = rng.choice((2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048))
-    groups = rng.choice((1, 2, 2, 3, 4, 16))
+    groups = rng.choice((1, 2, 2, 3, 4, 16, 64))
     widths = rng.choice(_WIDTHS)
     layouts = [
         (
@@ -172,7 +172,7 @@ def main() -> None:
         stored = {
             "provenance": {
                 "date": datetime.date.today().isoformat(),
-                "cpu": _cpu_name(),
+                "cpu": cpu_name(),
                 "cores": os.cpu_count(),
                 "threads": arguments.threads,
                 "torch": torch.__version__,
@@ -213,7 +213,7 @@ def main() -> None:
     )
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from ..ops import compat as _compat  # noqa: F401  registers the operator that scripted code calls
 from ..ops.regroup import apply_column_map
 from ._inputs import PlanCache, check_names, common_key_dim, unpack
 

@@ -14,10 +14,11 @@ import mmap
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
-__all__ = ["HUGE_PAGE_BYTES", "empty"]
+__all__ = ["HUGE_PAGE_BYTES", "empty", "huge_pages"]
 
 # Below this size allocators reuse warm memory and there is little left to gain; NumPy's figure too.
 HUGE_PAGE_BYTES = 4 << 20
@@ -54,3 +55,14 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
             # A refusal (a kernel without huge pages) changes nothing but the speed.
             _madvise(first, last - first, mmap.MADV_HUGEPAGE)
     return out
+
+
+def huge_pages() -> str:
+    """What becomes of the advice on this machine, in words."""
+    if _madvise is None:
+        return f"not asked for (not Linux, or {_SWITCH}=0)"
+    try:
+        modes = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().strip()
+    except OSError:
+        return "asked for; the kernel has none"
+    return f"asked for large outputs; the kernel says {modes}"

@@ -63,15 +63,15 @@ class Columns(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Joining rows and selecting their granules: per block of rows, per output of a block, per granule."""
+    """Joining rows and selecting granules: per block of rows, per tensor of a block, per granule."""
 
     block: float
-    output: float
+    tensor: float
     granule: float
     byte: float
 
-    def counts(self, *, blocks: int, outputs: int, granules: int, size: int) -> tuple[float, ...]:
-        return blocks, outputs * blocks, granules, size
+    def counts(self, *, blocks: int, tensors: int, granules: int, size: int) -> tuple[float, ...]:
+        return blocks, tensors * blocks, granules, size
 
     def cost(self, **counted: int) -> float:
         return _dot(self, self.counts(**counted))

@@ -497,7 +497,7 @@ def _count_rows(geometry: _Geometry) -> dict[str, int] | None:
     width = sum(column_map.in_widths[i] for i in column_map.used_inputs)
     return {
         "blocks": -(-geometry.rows // _block_rows(geometry, width)),
-        "outputs": len(column_map.outputs),
+        "tensors": len(used) + len(column_map.outputs),
         "granules": geometry.rows * sum(column_map.out_widths) // granule,
         "size": _size(geometry),
     }
@@ -661,42 +661,80 @@ def _sum_dtype(geometry: _Geometry) -> torch.dtype:
 
 
 def _summing(geometry: _Geometry, copy: Program) -> Program:
-    """Add the second and further sources of repeated columns to what ``copy`` wrote."""
+    """Write the sums of repeated columns over what ``copy`` wrote there, their first source."""
     dim, dtype, wide = geometry.key_dim, geometry.dtype, _sum_dtype(geometry)
-    repeated = [[p for p in pieces if len(p.sources) > 1] for pieces in geometry.column_map.outputs]
-    in_place = wide == dtype
+    repeated = [
+        [(p.start, p.length, _terms(p)) for p in pieces if len(p.sources) > 1]
+        for pieces in geometry.column_map.outputs
+    ]
 
     def program(values: Tensors) -> list[Tensor]:
         outs = copy(values)
         for out, pieces in zip(outs, repeated):
-            for piece in pieces:
-                target = out.narrow(dim, piece.start, piece.length)
-                sources = [values[i].narrow(dim, offset, piece.length) for i, offset in piece.sources]
-                if in_place:
-                    for source in sources[1:]:
-                        target.add_(_addable(source, dtype))
+            for start, length, terms in pieces:
+                target = out.narrow(dim, start, length)
+                sources = [
+                    values[i].narrow(dim, offset, count * length).unflatten(dim, (count, length))
+                    for i, offset, count in terms
+                ]
+                if wide == dtype:
+                    _sum_into(target, sources, dim)
                 else:
-                    _sum_rounding_once(target, sources, wide)
+                    _sum_rounding_once(target, sources, dim, wide)
         return outs
 
     return program
 
 
-def _addable(source: Tensor, dtype: torch.dtype) -> Tensor:
-    # torch adds mixed types by itself, except for those that it refuses to promote.
-    return source if source.dtype == dtype else source.to(dtype)
+def _terms(piece: Piece) -> list[tuple[int, int, int]]:
+    """Sources as ``(tensor, offset, count)``: neighbours of one tensor are summed in one go."""
+    terms: list[tuple[int, int, int]] = []
+    for tensor, offset in piece.sources:
+        if terms:
+            last_tensor, first, count = terms[-1]
+            if tensor == last_tensor and offset == first + count * piece.length:
+                terms[-1] = (tensor, first, count + 1)
+                continue
+        terms.append((tensor, offset, 1))
+    return terms
 
 
-def _sum_rounding_once(target: Tensor, sources: Sequence[Tensor], wide: torch.dtype) -> None:
-    if target.dim() > 1 and target.numel() > _SUM_BLOCK_ELEMENTS:
-        step = max(1, _SUM_BLOCK_ELEMENTS * target.shape[0] // target.numel())
-        blocks = zip(target.split(step), *(source.split(step) for source in sources))
-    else:
-        blocks = iter([(target, *sources)])
-    for part, first, *rest in blocks:
-        total = first.to(wide, copy=True)
-        for source in rest:
-            total.add_(_addable(source, wide))
+def _sum_into(target: Tensor, sources: Sequence[Tensor], dim: int) -> None:
+    """``target`` becomes the sum of ``sources``, which have the repeats in ``dim``. In its own type."""
+    dtype = target.dtype
+    first, *rest = sources
+    if first.shape[dim] > 1:
+        torch.sum(_readable(first, dtype), dim, dtype=dtype, out=target)
+    # else copied already
+    for source in rest:
+        if source.shape[dim] > 1:
+            target.add_(torch.sum(_readable(source, dtype), dim, dtype=dtype))
+        else:
+            target.add_(_readable(source.squeeze(dim), dtype))
+
+
+def _readable(source: Tensor, dtype: torch.dtype) -> Tensor:
+    # torch converts while it adds, except from types that it refuses to promote.
+    return source.to(dtype) if source.dtype != dtype and source.dtype.itemsize == 1 else source
+
+
+def _sum_rounding_once(target: Tensor, sources: Sequence[Tensor], dim: int, wide: torch.dtype) -> None:
+    # In blocks of rows, so that the sum in the wider type stays in cache.
+    step = target.shape[0]
+    if dim > 0 and target.numel() > _SUM_BLOCK_ELEMENTS:
+        step = max(1, _SUM_BLOCK_ELEMENTS * step // target.numel())
+    rows = target.shape[0]
+    for row in range(0, rows, step):
+        count = min(step, rows - row)
+        part, parts = (
+            (target, sources)
+            if count == rows
+            else (target.narrow(0, row, count), [s.narrow(0, row, count) for s in sources])
+        )
+        total = torch.empty(part.shape, dtype=wide, device=part.device)
+        if parts[0].shape[dim] == 1:
+            total.copy_(parts[0].squeeze(dim))
+        _sum_into(total, parts, dim)
         part.copy_(total)
 
 

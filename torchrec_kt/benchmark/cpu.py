@@ -1,0 +1,247 @@
+"""Ours beside the peers on a CPU, workload by workload.
+
+    python -m torchrec_kt.benchmark.cpu                     # every workload
+    python -m torchrec_kt.benchmark.cpu --only serving      # those whose name holds the word
+    python -m torchrec_kt.benchmark.cpu --json cpu.json
+
+Candidates run interleaved; figures are medians of the rounds, and ratios say how many times as fast
+ours is. *Match* compares with slicing by key: forward bit for bit, gradients to rounding. Memory is
+what the peak of the process grew by during one call, over the bytes that the call returns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchrec
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.regroup import KTRegroupAsDict as TorchRecKTRegroupAsDict
+from torchrec.sparse.jagged_tensor import KeyedTensor, _regroup_keyed_tensors
+
+from .. import __version__
+from ..modules import KTRegroupAsDict, regroup
+from .calibrate import cpu_name
+from .timing import interleaved, medians
+from .workloads import Workload, function_workloads
+
+# Above this many copied keys times rows, fewer rounds do.
+_SLOW_STRIPS = 200_000
+
+Regroup = Callable[[list[KeyedTensor]], list[Tensor]]
+
+
+def candidates(workload: Workload, with_module: bool) -> dict[str, Regroup]:
+    """Ours first, then the peers that can run this workload."""
+    groups, names = workload.groups, workload.names
+    emb_dtype = DataType.BF16 if workload.cast == torch.bfloat16 else None
+    ours = KTRegroupAsDict(groups, names, emb_dtype)
+    found: dict[str, Regroup] = {"ours": lambda kts: list(ours(kts).values())}
+    if emb_dtype is None:
+        found["ours, function"] = lambda kts: regroup(kts, groups)
+        found["regroup"] = lambda kts: KeyedTensor.regroup(kts, groups)
+        found["cat/split"] = lambda kts: _regroup_keyed_tensors(kts, groups)
+    else:
+        found["regroup"] = lambda kts: [t.to(workload.cast) for t in KeyedTensor.regroup(kts, groups)]
+        found["cat/split"] = lambda kts: [t.to(workload.cast) for t in _regroup_keyed_tensors(kts, groups)]
+    if with_module:
+        theirs = TorchRecKTRegroupAsDict(groups, names, emb_dtype)
+        found["module"] = lambda kts: list(theirs(kts).values())
+    return found
+
+
+def reference(workload: Workload, keyed_tensors: list[KeyedTensor]) -> list[Tensor]:
+    """Slicing by key, then concatenating."""
+    place: dict[str, Tensor] = {}
+    for kt in keyed_tensors:
+        for key, part in zip(kt.keys(), kt.values().split(kt.length_per_key(), 1)):
+            place[key] = part
+    outputs = [torch.cat([place[key] for key in group], 1) for group in workload.groups]
+    return outputs if workload.cast is None else [t.to(workload.cast) for t in outputs]
+
+
+def matches(workload: Workload, candidate: Regroup) -> bool:
+    """Forward bit for bit; gradients too, but for keys used repeatedly, whose sums may round otherwise."""
+    leaves = workload.keyed_tensors(requires_grad=True)
+    tensors = [kt.values() for kt in leaves]
+    outputs, expected = candidate(leaves), reference(workload, leaves)
+    if not all(map(torch.equal, outputs, expected)):
+        return False
+    grads = [torch.randn_like(t) for t in outputs]
+    got = torch.autograd.grad(outputs, tensors, grads)
+    exact = torch.autograd.grad(expected, tensors, grads)
+    if workload.uses == len({key for group in workload.groups for key in group}):
+        return all(map(torch.equal, got, exact))
+    # A sum of n terms may differ by n roundings.
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(got, exact))
+
+
+def time_workload(workload: Workload, rounds: int, with_module: bool) -> dict[str, Any]:
+    """Seconds of every candidate, forward and forward + backward, and of a clone of the inputs."""
+    found = candidates(workload, with_module)
+    plain, leaves = workload.keyed_tensors(False), workload.keyed_tensors(True)
+    tensors = [kt.values() for kt in leaves]
+    grads = [torch.ones_like(t) for t in found["ours"](plain)]
+
+    def forward(run: Regroup) -> Callable[[], Any]:
+        def call() -> None:
+            with torch.no_grad():
+                run(plain)
+
+        return call
+
+    def both(run: Regroup) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(run(leaves), tensors, grads, allow_unused=True)
+
+    result: dict[str, Any] = {
+        "name": workload.name,
+        "match": matches(workload, found["ours"]),
+        "megabytes": workload.megabytes,
+        "forward": medians(
+            interleaved(
+                {"clone": lambda: [kt.values().clone() for kt in plain]}
+                | {name: forward(run) for name, run in found.items()},
+                rounds,
+            )
+        ),
+        "forward + backward": medians(interleaved({name: both(run) for name, run in found.items()}, rounds)),
+    }
+    result["extra memory"] = _extra_memory(found["ours"], plain, leaves, tensors, grads)
+    return result
+
+
+def _extra_memory(
+    run: Regroup,
+    plain: list[KeyedTensor],
+    leaves: list[KeyedTensor],
+    tensors: list[Tensor],
+    grads: list[Tensor],
+) -> dict[str, float] | None:
+    """Peak growth over the bytes returned, or None where the system does not tell."""
+
+    def grown(call: Callable[[], Any]) -> float | None:
+        gc.collect()
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+            before = _status("VmHWM")
+            kept = call()
+            after = _status("VmHWM")
+        except OSError:
+            return None
+        size = sum(t.numel() * t.element_size() for t in kept if t is not None)
+        # Small calls live in memory that the allocator holds already.
+        return (after - before) / size if size > 64 << 20 else None
+
+    outputs = run(leaves)
+    figures = {
+        "forward": grown(lambda: run(plain)),
+        "backward": grown(lambda: torch.autograd.grad(outputs, tensors, grads, allow_unused=True)),
+    }
+    return {k: v for k, v in figures.items() if v is not None} or None
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{field} is not in /proc/self/status")
+
+
+def show(results: list[dict[str, Any]], console: Console) -> None:
+    """Ratios: how many times as fast ours is."""
+    for mode in ("forward", "forward + backward"):
+        table = Table(title=f"{mode}: time of a peer over ours")
+        table.add_column("workload")
+        for heading in (
+            "MB",
+            "ours ms",
+            "over clone",
+            "function",
+            "module",
+            "regroup",
+            "cat/split",
+            "memory",
+            "match",
+        ):
+            table.add_column(heading, justify="right")
+        for result in results:
+            times = result[mode]
+            ours = times["ours"]
+
+            def over(name: str, times: dict[str, float] = times, ours: float = ours) -> str:
+                return f"{times[name] / ours:.2f}" if name in times else "-"
+
+            memory = (result["extra memory"] or {}).get("forward" if mode == "forward" else "backward")
+            table.add_row(
+                result["name"],
+                f"{result['megabytes']:.1f}",
+                f"{ours * 1e3:.3f}",
+                f"{ours / times['clone']:.2f}" if "clone" in times else "-",
+                over("ours, function"),
+                over("module"),
+                over("regroup"),
+                over("cat/split"),
+                "-" if memory is None else f"{memory:.2f}",
+                "yes" if result["match"] else "NO",
+            )
+        console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="workloads whose name holds this")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--max-megabytes", type=float, default=1100, help="leave out larger inputs")
+    parser.add_argument("--without-module", action="store_true", help="leave out TorchRec's slow module")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    console = Console(width=150)
+    chosen = [
+        w
+        for w in function_workloads().values()
+        if arguments.only in w.name and w.megabytes <= arguments.max_megabytes
+    ]
+    if not chosen:
+        parser.error(
+            f"no workload's name holds {arguments.only!r}; there are {', '.join(function_workloads())}"
+        )
+    results: list[dict[str, Any]] = []
+    for workload in track(chosen, description="workloads", console=Console(stderr=True)):
+        slow = workload.uses * workload.batch > _SLOW_STRIPS
+        rounds = min(arguments.rounds, 5) if slow else arguments.rounds
+        with_module = not arguments.without_module and workload.uses * workload.batch <= 2_000_000
+        results.append(time_workload(workload, rounds, with_module))
+    show(results, console)
+    if arguments.json:
+        provenance = {
+            "date": datetime.date.today().isoformat(),
+            "cpu": cpu_name(),
+            "cores": os.cpu_count(),
+            "threads": arguments.threads,
+            "rounds": arguments.rounds,
+            "torch": torch.__version__,
+            "torchrec": torchrec.__version__,
+            "torchrec_kt": __version__,
+        }
+        arguments.json.write_text(json.dumps({"provenance": provenance, "results": results}, indent=1) + "\n")
+    if not all(result["match"] for result in results):
+        raise SystemExit("some results do not match slicing by key, see the last column")
+
+
+if __name__ == "__main__":
+    main()
