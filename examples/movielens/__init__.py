@@ -1,0 +1,1 @@
+"""A click-through-style model on MovieLens-100K, built on two EmbeddingBagCollections."""
