@@ -1,9 +1,7 @@
 """What calls have in common: reading KeyedTensors, checking names, finding the plan."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,19 +79,19 @@ def common_key_dim(dims: list[int], values: Sequence[Tensor], used: Sequence[int
     return first[1]
 
 
-def check_names(groups: Sequence[Any], keys: Sequence[Any]) -> None:
-    """Raise ValueError unless there is one distinct output name per group."""
+def check_names(groups: list[list[str]], keys: list[str]) -> None:
+    """Raise ValueError unless there is one distinct output name per group. Scripted code uses it too."""
     if len(groups) != len(keys):
         raise ValueError(
             f"got {len(groups)} groups and {len(keys)} keys; expected one key (output name) per group"
         )
-    seen: set[Any] = set()
-    for name in keys:
-        if name in seen:
+    seen: dict[str, int] = {}
+    for key in keys:
+        if key in seen:
             raise ValueError(
-                f"output key {name!r} is given more than once; a dict would lose all but the last of its groups"
+                f"output key '{key}' is given more than once; a dict would lose all but the last of its groups"
             )
-        seen.add(name)
+        seen[key] = 1
 
 
 class _Entry(NamedTuple):
@@ -125,6 +123,9 @@ class PlanCache:
         self, groups: Sequence[Sequence[str]], keys: Sequence[Sequence[str]], widths: Sequence[Sequence[int]]
     ) -> RegroupPlan:
         """The plan for these arguments; errors are those of :meth:`RegroupPlan.build`."""
+        if torch.compiler.is_compiling():
+            # A graph that had looked at the entries would be compiled anew whenever they change.
+            return RegroupPlan.build(layouts=_pairs(keys, widths), groups=groups)
         entries = self._entries
         if entries:  # the one used last first, without the price of a loop
             entry = entries[0]

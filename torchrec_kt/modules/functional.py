@@ -14,10 +14,16 @@ __all__ = ["regroup", "regroup_as_dict"]
 _plans = PlanCache(size=64)
 
 
-# Leaves for torch.fx, which would otherwise try to iterate over proxies: the graph holds one call
+# A leaf for torch.fx, which would otherwise try to iterate over proxies: the graph holds one call
 # and finds the plan when it runs.
-@torch.jit.unused
 @torch.fx.wrap
+def _regroup(keyed_tensors: List[KeyedTensor], groups: List[List[str]]) -> List[Tensor]:
+    if torch.jit.is_scripting():
+        return _regroup_scripted(keyed_tensors, groups)
+    return _regroup_eagerly(keyed_tensors, groups)
+
+
+@torch.jit.unused
 def _regroup_eagerly(keyed_tensors: List[KeyedTensor], groups: List[List[str]]) -> List[Tensor]:
     unpacked = unpack(keyed_tensors)
     if unpacked is None:
@@ -29,25 +35,28 @@ def _regroup_eagerly(keyed_tensors: List[KeyedTensor], groups: List[List[str]]) 
     return apply_column_map(values, column_map, None, common_key_dim(dims, values, column_map.used_inputs))
 
 
-@torch.fx.wrap
-def _to_dict(keys: List[str], values: List[Tensor]) -> Dict[str, Tensor]:
-    return {key: values[i] for i, key in enumerate(keys)}
-
-
 def _regroup_scripted(keyed_tensors: List[KeyedTensor], groups: List[List[str]]) -> List[Tensor]:
     if len(keyed_tensors) == 0 and len(groups) == 0:
         return []
-    for i, keyed_tensor in enumerate(keyed_tensors):
-        if keyed_tensor.key_dim() != 1:
+    key_dims = [kt.key_dim() for kt in keyed_tensors]
+    for i, key_dim in enumerate(key_dims):
+        if key_dim != key_dims[0]:
             raise ValueError(
-                f"keyed_tensors[{i}] has key_dim {keyed_tensor.key_dim()}; scripted code supports 1 only"
+                f"keyed_tensors[{i}] has key_dim {key_dim}, keyed_tensors[0] has {key_dims[0]}; scripted code "
+                "expects the same number for all"
             )
-    return torch.ops.torchrec_kt.regroup_keyed_tensor(
+    return torch.ops.torchrec_kt.regroup_by_keys(
         [kt.values() for kt in keyed_tensors],
         [kt.keys() for kt in keyed_tensors],
         [kt.length_per_key() for kt in keyed_tensors],
         groups,
+        key_dims[0] if len(key_dims) > 0 else 1,
     )
+
+
+@torch.fx.wrap
+def _to_dict(keys: List[str], values: List[Tensor]) -> Dict[str, Tensor]:
+    return {key: values[i] for i, key in enumerate(keys)}
 
 
 def regroup(keyed_tensors: List[KeyedTensor], groups: List[List[str]]) -> List[Tensor]:
@@ -77,9 +86,7 @@ def regroup(keyed_tensors: List[KeyedTensor], groups: List[List[str]]) -> List[T
         >>> torchrec_kt.regroup([kt], [["b", "a"], ["b"]])
         [tensor([[2, 3, 1]]), tensor([[2, 3]])]
     """
-    if torch.jit.is_scripting():
-        return _regroup_scripted(keyed_tensors, groups)
-    return _regroup_eagerly(keyed_tensors, groups)
+    return _regroup(keyed_tensors, groups)
 
 
 def regroup_as_dict(
@@ -105,8 +112,5 @@ def regroup_as_dict(
         >>> torchrec_kt.regroup_as_dict([kt], [["b"], ["a"]], ["user", "item"])
         {'user': tensor([[2, 3]]), 'item': tensor([[1]])}
     """
-    if torch.jit.is_scripting():
-        outputs = _regroup_scripted(keyed_tensors, groups)
-        return {key: outputs[i] for i, key in enumerate(keys)}
     check_names(groups, keys)
-    return _to_dict(keys, _regroup_eagerly(keyed_tensors, groups))
+    return _to_dict(keys, _regroup(keyed_tensors, groups))

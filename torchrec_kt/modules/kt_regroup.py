@@ -30,8 +30,16 @@ class PermuteMultiEmbedding(TorchRecPermuteMultiEmbedding):
         multi_device: move the plan to the device of the values in each call.
     """
 
+    _groups: List[List[str]]
+    _layout_keys: List[List[str]]
+    _layout_widths: List[List[int]]
+
     def __init__(self, groups: List[List[str]], multi_device: bool = False) -> None:
         super().__init__(groups, multi_device)
+        # What the plan was made for: kept beside it, since shallow copies of the owner share both.
+        self._layout_keys = []
+        self._layout_widths = []
+        self._key_dim = 1
         self.register_buffer("_permutes", torch.empty((0, 6), dtype=torch.int32), persistent=False)
         self.register_buffer("_in_shapes", torch.empty(0, dtype=torch.int32), persistent=False)
         self.register_buffer("_out_shapes", torch.empty(0, dtype=torch.int32), persistent=False)
@@ -60,13 +68,47 @@ class PermuteMultiEmbedding(TorchRecPermuteMultiEmbedding):
             permutes = permutes.to(values[0].device, non_blocking=True)
         return torch.ops.torchrec_kt.regroup(values, permutes, out_lengths, key_dim, dtype)
 
+    @torch.jit.unused
+    def show(self, plan: RegroupPlan, key_dim: int, device: Any = None) -> None:
+        """Hold this plan. Tensors are made only where it is not the one held already."""
+        keys = [list(map(str, layout.keys)) for layout in plan.layouts]
+        widths = [list(layout.widths) for layout in plan.layouts]
+        target = self._permutes.device if device is None else torch.device(device)
+        if target.type == "meta":
+            target = torch.device("cpu")  # a plan on meta would hold no data
+        held = (self._layout_keys, self._layout_widths, self._key_dim, self._permutes.device)
+        if self._out_lengths is not None and held == (keys, widths, key_dim, target):
+            return
+        with torch.inference_mode(False):
+            permutes, in_shapes, out_shapes = (
+                torch.tensor(rows, dtype=torch.int32, device=target)
+                for rows in (plan_rows(plan), plan.in_widths, plan.out_widths)
+            )
+        self.init_tensors(permutes.reshape(-1, 6), in_shapes, out_shapes, list(plan.out_widths))
+        self._layout_keys, self._layout_widths, self._key_dim = keys, widths, key_dim
+
+    @torch.jit.unused
+    def forget(self) -> None:
+        """Hold no plan."""
+        device = torch.device("cpu") if self._permutes.is_meta else self._permutes.device
+        self._permutes = torch.empty((0, 6), dtype=torch.int32, device=device)
+        self._in_shapes = torch.empty(0, dtype=torch.int32, device=device)
+        self._out_shapes = torch.empty(0, dtype=torch.int32, device=device)
+        self._out_lengths = None
+        self._layout_keys, self._layout_widths, self._key_dim = [], [], 1
+
 
 @torch.fx.wrap
 def _checked_values(
-    keyed_tensors: List[KeyedTensor], keys: List[List[str]], widths: List[List[int]]
+    keyed_tensors: List[KeyedTensor], keys: List[List[str]], widths: List[List[int]], key_dim: int
 ) -> List[Tensor]:
     """Values of the KeyedTensors, which must have the layout that the graph was made for."""
     if len(keyed_tensors) != len(keys):
+        if len(keys) == 0:
+            raise RuntimeError(
+                "KTRegroupAsDict was scripted before it knew its input. Run one batch before, or give the layout: "
+                "KTRegroupAsDict(..., layout=[(keys, widths), ...]) or module.prepare([(keys, widths), ...])"
+            )
         raise ValueError(
             f"this graph was made for {len(keys)} KeyedTensors and got {len(keyed_tensors)}; trace it anew"
         )
@@ -77,19 +119,19 @@ def _checked_values(
                 f"keyed_tensors[{i}] has keys {keyed_tensor.keys()} of widths {keyed_tensor.length_per_key()}; this "
                 f"graph was made for keys {keys[i]} of widths {widths[i]}. Trace it anew with that layout"
             )
-        values.append(keyed_tensor.values())
+        value = keyed_tensor.values()
+        if keyed_tensor.key_dim() % value.dim() != key_dim % value.dim():
+            raise ValueError(
+                f"keyed_tensors[{i}] has key_dim {keyed_tensor.key_dim()}; this graph was made for key_dim "
+                f"{key_dim}. Trace it anew"
+            )
+        values.append(value)
     return values
 
 
 @torch.fx.wrap
 def _to_dict(keys: List[str], values: List[Tensor]) -> Dict[str, Tensor]:
     return {key: values[i] for i, key in enumerate(keys)}
-
-
-@torch.fx.wrap
-def _regroup_at_run_time(module: Any, keyed_tensors: Any) -> Dict[str, Tensor]:
-    # What a graph calls that was traced before there was a plan.
-    return module(keyed_tensors)
 
 
 class KTRegroupAsDict(TorchRecKTRegroupAsDict):
@@ -119,8 +161,8 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
         {'object': tensor([[2, 3, 1]]), 'user': tensor([[1]])}
     """
 
-    _layout_keys: List[List[str]]
-    _layout_widths: List[List[int]]
+    _groups: List[List[str]]
+    _keys: List[str]
     _graph_plan: Optional[RegroupPlan]
 
     # Python state that a scripted module neither has nor needs.
@@ -144,8 +186,6 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
         super().__init__(groups, list(keys), emb_dtype, multi_device)
         self._permute_pooled_embs_impl = PermuteMultiEmbedding(groups, multi_device)
         self._out_dtype = _torch_dtype(emb_dtype)
-        self._layout_keys = []
-        self._layout_widths = []
         self._plans = PlanCache(_PLANS_PER_MODULE)
         self._graph_plan = None
         if layout is not None:
@@ -172,9 +212,11 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
             if regrouped is not None:
                 return regrouped
             if self._graph_plan is None:
-                return _before_first_plan(self, keyed_tensors)
-        values = _checked_values(keyed_tensors, self._layout_keys, self._layout_widths)
-        outputs = self._permute_pooled_embs_impl(values, self._dim, self._out_dtype)
+                return _call_at_run_time(self, keyed_tensors)
+            self._show_to_graphs(self._graph_plan, self._dim)
+        impl = self._permute_pooled_embs_impl
+        values = _checked_values(keyed_tensors, impl._layout_keys, impl._layout_widths, impl._key_dim)
+        outputs = impl(values, impl._key_dim, self._out_dtype)
         return _to_dict(self._keys, outputs)
 
     @torch.jit.unused
@@ -190,8 +232,8 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
         column_map = plan.column_map
         key_dim = common_key_dim(dims, values, column_map.used_inputs)
         outputs = apply_column_map(values, column_map, self._out_dtype, key_dim)
-        if plan is not self._graph_plan or key_dim != self._dim:
-            self._show_to_graphs(plan, key_dim, None)
+        if (plan is not self._graph_plan or key_dim != self._dim) and not torch.compiler.is_compiling():
+            self._remember(plan, key_dim)
         return dict(zip(self._keys, outputs))
 
     @torch.jit.unused
@@ -210,31 +252,37 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
             KeyError, ValueError, TypeError: as :meth:`forward`.
         """
         pairs, key_dim = read_layout(layout)
-        plan = self._plans.find(self._groups, [list(k) for k, _ in pairs], [list(w) for _, w in pairs])
-        self._show_to_graphs(plan, key_dim, device)
+        plan = self._plans.find(self._groups, [keys for keys, _ in pairs], [widths for _, widths in pairs])
+        self._show_to_graphs(plan, key_dim, device)  # first: what can fail must change nothing
+        self._remember(plan, key_dim)
         return self
 
     @torch.jit.unused
-    def _show_to_graphs(self, plan: RegroupPlan, key_dim: int, device: Any) -> None:
-        """Write the plan where tracing and scripting look for it."""
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-            return  # Tensors made now would be fake; the next real call writes the plan.
-        impl = self._permute_pooled_embs_impl
-        target = impl._permutes.device if device is None else torch.device(device)
-        if target.type == "meta":
-            target = torch.device("cpu")  # a plan on meta would hold no data
-        with torch.inference_mode(False):
-            permutes, in_shapes, out_shapes = (
-                torch.tensor(rows, dtype=torch.int32, device=target)
-                for rows in (plan_rows(plan), plan.in_widths, plan.out_widths)
-            )
-        impl.init_tensors(permutes.reshape(-1, 6), in_shapes, out_shapes, list(plan.out_widths))
-        self._layout_keys = [list(map(str, layout.keys)) for layout in plan.layouts]
-        self._layout_widths = [list(layout.widths) for layout in plan.layouts]
+    def _remember(self, plan: RegroupPlan, key_dim: int) -> None:
+        """Note the plan that a graph made from now on should hold."""
+        if not self._is_inited:
+            self._show_to_graphs(plan, key_dim)
+        self._graph_plan = plan
         self._dim = key_dim
         self._use_fbgemm_regroup = key_dim == 1
-        self._graph_plan = plan
-        self._is_inited = True
+
+    @torch.jit.unused
+    def _show_to_graphs(self, plan: RegroupPlan, key_dim: int, device: Optional[torch.device] = None) -> None:
+        """Write the plan where tracing and scripting look for it.
+
+        Not on every change of plan, since layouts may alternate: after the first one, only when a
+        graph is made.
+        """
+        if torch._C._len_torch_dispatch_stack() == 0:  # else the tensors made here would be fake
+            self._permute_pooled_embs_impl.show(plan, key_dim, device)
+            self._is_inited = True
+
+    @torch.jit.unused
+    def __prepare_scriptable__(self) -> "KTRegroupAsDict":
+        # torch.jit.script calls this before it reads the module.
+        if self._graph_plan is not None:
+            self._show_to_graphs(self._graph_plan, self._dim)
+        return self
 
     @torch.jit.export
     def set_device(self, device: str) -> None:
@@ -249,13 +297,7 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
         self._is_inited = False
         self._use_fbgemm_regroup = False
         self._dim = 1
-        self._layout_keys = []
-        self._layout_widths = []
-        impl = self._permute_pooled_embs_impl
-        impl._permutes = impl._permutes.new_empty((0, 6))
-        impl._in_shapes = impl._in_shapes.new_empty(0)
-        impl._out_shapes = impl._out_shapes.new_empty(0)
-        impl._out_lengths = None
+        self._permute_pooled_embs_impl.forget()
 
 
 def _torch_dtype(emb_dtype: Optional[DataType]) -> Optional[torch.dtype]:
@@ -273,13 +315,13 @@ def _torch_dtype(emb_dtype: Optional[DataType]) -> Optional[torch.dtype]:
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 
 
-def _before_first_plan(module: KTRegroupAsDict, keyed_tensors: Any) -> Any:
+def _call_at_run_time(module: KTRegroupAsDict, keyed_tensors: Any) -> Any:
+    """A node that calls the module itself, which by then can find its plan."""
     proxies = [keyed_tensors] if isinstance(keyed_tensors, torch.fx.Proxy) else keyed_tensors
-    tracer = next(p.tracer for p in proxies if isinstance(p, torch.fx.Proxy))
+    tracer: Any = next(p.tracer for p in proxies if isinstance(p, torch.fx.Proxy))
     if getattr(tracer, "root", None) is module:
-        # A graph cannot refer to its own root, so it could not build the plan later either.
         raise RuntimeError(
             "KTRegroupAsDict is traced before it knows its input. Run one batch first, or give the layout: "
             "KTRegroupAsDict(..., layout=[(keys, widths), ...]) or module.prepare([(keys, widths), ...])"
         )
-    return _regroup_at_run_time(module, keyed_tensors)
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), (keyed_tensors,), {})

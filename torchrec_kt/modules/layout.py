@@ -27,6 +27,10 @@ def read_layout(layout: Sequence[Layout]) -> tuple[list[tuple[Sequence[str], Seq
     key_dims: set[int] = set()
     if isinstance(layout, (str, KeyedTensor)) or not isinstance(layout, Sequence):
         raise TypeError(f"layout is a {type(layout).__name__}; expected a list with one entry per input")
+    if _is_pair(layout):
+        raise TypeError(
+            "layout is a single (keys, widths) pair; expected a list with one entry per input, pass [pair]"
+        )
     for i, entry in enumerate(layout):
         if isinstance(entry, KeyedTensor):
             pairs.append((entry.keys(), entry.length_per_key()))
@@ -45,12 +49,23 @@ def read_layout(layout: Sequence[Layout]) -> tuple[list[tuple[Sequence[str], Seq
     return pairs, key_dims.pop() if key_dims else 1
 
 
-def _of_collection(collection: Any) -> tuple[list[str], list[int]]:
-    # The order of its output: table by table, and within a table by feature.
+def _is_pair(layout: Sequence[Any]) -> bool:
+    return (
+        len(layout) == 2
+        and all(isinstance(part, (list, tuple)) for part in layout)
+        and all(isinstance(width, int) for width in layout[1])
+    )
+
+
+def _of_collection(collection: Any) -> tuple[Sequence[str], Sequence[int]]:
+    # A quantised collection orders its output by type of table, and knows the order.
+    names, widths = (
+        getattr(collection, "_embedding_names", None),
+        getattr(collection, "_length_per_key", None),
+    )
+    if names is not None and widths is not None:
+        return names, widths
     configs = collection.embedding_bag_configs()
-    keys: list[str] = []
-    widths: list[int] = []
-    for config, names in zip(configs, get_embedding_names_by_table(configs)):
-        keys.extend(names)
-        widths.extend([config.embedding_dim] * len(names))
-    return keys, widths
+    by_table = get_embedding_names_by_table(configs)
+    keys = [name for names in by_table for name in names]
+    return keys, [c.embedding_dim for c, names in zip(configs, by_table) for _ in names]

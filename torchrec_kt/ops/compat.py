@@ -19,7 +19,13 @@ from torch import Tensor
 from .plan import RegroupPlan
 from .regroup import LIBRARY, batch_in_front, check_tensors, column_map_from_moves, moves_tensor
 
-__all__ = ["kt_regroup_arguments", "permute_multi_embedding", "plan_rows", "regroup_keyed_tensor"]
+__all__ = [
+    "kt_regroup_arguments",
+    "permute_multi_embedding",
+    "plan_rows",
+    "regroup_by_keys",
+    "regroup_keyed_tensor",
+]
 
 _ROW_FIELDS = 6
 
@@ -30,6 +36,9 @@ LIBRARY.define(
 LIBRARY.define(
     "kt_regroup_arguments(Tensor embs, str[][] keys, int[][] lengths, str[][] groups) "
     "-> (Tensor, Tensor, Tensor, int[])"
+)
+LIBRARY.define(
+    "regroup_by_keys(Tensor[] values, str[][] keys, int[][] lengths, str[][] groups, int key_dim=1) -> Tensor[]"
 )
 LIBRARY.define(
     "regroup_keyed_tensor(Tensor[] pooled_embs, str[][] keys, int[][] lengths, str[][] groups) -> Tensor[]"
@@ -231,12 +240,24 @@ def regroup_keyed_tensor(
     for i, value in enumerate(values):
         if value.dim() != 2:
             raise ValueError(f"values[{i}] has shape {tuple(value.shape)}; expected [batch, width]")
+    return regroup_by_keys(values, keys, lengths, groups)
+
+
+def regroup_by_keys(
+    values: Sequence[Tensor],
+    keys: Sequence[Sequence[str]],
+    lengths: Sequence[Sequence[int]],
+    groups: Sequence[Sequence[str]],
+    key_dim: int = 1,
+) -> list[Tensor]:
+    """:func:`regroup_keyed_tensor` for any rank and ``key_dim``: what scripted code calls."""
+    check_tensors(values)
     if len(values) != len(keys):
         raise ValueError(
             f"got {len(values)} value tensors and {len(keys)} lists of keys; expected one list each"
         )
     plan = _plan(keys, lengths, groups)
-    return torch.ops.torchrec_kt.regroup(values, moves_tensor(plan.column_map), plan.out_widths)
+    return torch.ops.torchrec_kt.regroup(values, moves_tensor(plan.column_map), plan.out_widths, key_dim)
 
 
 def _permute_multi_embedding_vmap(
@@ -255,17 +276,17 @@ def _permute_multi_embedding_vmap(
     return outs, [0] * len(outs)
 
 
-def _regroup_keyed_tensor_vmap(
+def _regroup_by_keys_vmap(
     info: Any,
     in_dims: Sequence[Any],
     values: Sequence[Tensor],
     keys: Sequence[Sequence[str]],
     lengths: Sequence[Sequence[int]],
     groups: Sequence[Sequence[str]],
+    key_dim: int = 1,
 ) -> Any:
-    plan = _plan(keys, lengths, groups)
     batched = batch_in_front(info.batch_size, in_dims[0], values)
-    outs = torch.ops.torchrec_kt.regroup(batched, moves_tensor(plan.column_map), plan.out_widths, 2)
+    outs = regroup_by_keys(batched, keys, lengths, groups, key_dim if key_dim < 0 else key_dim + 1)
     return outs, [0] * len(outs)
 
 
@@ -283,7 +304,9 @@ LIBRARY.impl("kt_regroup_arguments", kt_regroup_arguments, "CompositeExplicitAut
 torch.library.register_fake("torchrec_kt::kt_regroup_arguments", _kt_regroup_arguments_fake, lib=LIBRARY)
 LIBRARY.impl("permute_multi_embedding", permute_multi_embedding, "CompositeImplicitAutograd")
 LIBRARY.impl("regroup_keyed_tensor", regroup_keyed_tensor, "CompositeImplicitAutograd")
+LIBRARY.impl("regroup_by_keys", regroup_by_keys, "CompositeImplicitAutograd")
 torch.library.register_vmap(
     "torchrec_kt::permute_multi_embedding", _permute_multi_embedding_vmap, lib=LIBRARY
 )
-torch.library.register_vmap("torchrec_kt::regroup_keyed_tensor", _regroup_keyed_tensor_vmap, lib=LIBRARY)
+torch.library.register_vmap("torchrec_kt::regroup_keyed_tensor", _regroup_by_keys_vmap, lib=LIBRARY)
+torch.library.register_vmap("torchrec_kt::regroup_by_keys", _regroup_by_keys_vmap, lib=LIBRARY)
