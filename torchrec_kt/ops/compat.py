@@ -110,6 +110,9 @@ def permute_multi_embedding(
         [tensor([[2, 3, 1]])]
     """
     check_tensors(values)
+    for name, tensor in (("permutes", permutes), ("in_shapes", in_shapes), ("out_shapes", out_shapes)):
+        if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  the dispatcher lets None in
+            raise TypeError(f"{name} is {tensor!r}; expected an int32 tensor")
     if permutes.is_meta != values[0].is_meta if values else False:
         raise ValueError(
             f"permutes is on {permutes.device}, the values are on {values[0].device}; move the plan to the values' "

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 
 from .plan import ColumnMap, RegroupPlan
 from .torch_impl import Program, TensorMeta, Tensors, accumulate_dtype, compile_map
@@ -106,7 +105,7 @@ def _run(call: _Call, values: Tensors) -> list[Tensor]:
     if _transforms_active():
         return list(_TransformableApply.apply(call, *values))
     if _wants_autograd(values):
-        return list(_EagerApply.apply(call, *values))  # pyright: ignore[reportAttributeAccessIssue]
+        return list(_eager_apply(call, *values))
     return call.program(values)
 
 
@@ -114,6 +113,9 @@ def _by_operator(
     values: Sequence[Tensor], column_map: ColumnMap, dtype: torch.dtype | None, key_dim: int
 ) -> list[Tensor]:
     check_tensors(values)
+    if dtype is None and values:
+        # The operator cannot tell which inputs its moves use before it runs; here it is known.
+        dtype = promoted_dtype(values, column_map)
     moves = moves_tensor(column_map)
     return torch.ops.torchrec_kt.regroup(list(values), moves, column_map.out_widths, key_dim, dtype)
 
@@ -353,11 +355,10 @@ def _as_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
     return grad.to(dtype)
 
 
-class _EagerApply(_SingleLevelFunction):
+class _EagerApply(torch.autograd.Function):
     """Applies a call's map outside of ``torch.func`` transforms.
 
-    Single-level and with ``ctx`` first: entering ``torch.autograd.Function``, or setting up the
-    context in a method of its own, costs microseconds more.
+    ``ctx`` comes first: setting up the context in a method of its own costs microseconds more.
     """
 
     @staticmethod
@@ -373,6 +374,10 @@ class _EagerApply(_SingleLevelFunction):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         return tuple(ctx.call.push_forward(tangents[1:]))
+
+
+# Past the look at torch.func that autograd.Function.apply takes first, which has been taken.
+_eager_apply = super(torch.autograd.Function, _EagerApply).apply  # pyright: ignore
 
 
 class _TransformableApply(torch.autograd.Function):
@@ -458,13 +463,18 @@ def column_map_from_moves(moves: Tensor, in_widths: Sequence[int], out_widths: S
     return found
 
 
-def _widths(values: Sequence[Tensor], key_dim: int) -> list[int]:
-    for i, value in enumerate(values):
-        if not -value.dim() <= key_dim < value.dim():
-            raise ValueError(
-                f"key_dim is {key_dim}, but values[{i}] has shape {tuple(value.shape)}; expected a dimension that exists"
-            )
-    return [value.shape[key_dim] for value in values]
+def _widths(shapes: Sequence[Sequence[int]], key_dim: int) -> list[int]:
+    # An input without that dimension can only be one that no move names.
+    return [shape[key_dim] if -len(shape) <= key_dim < len(shape) else 0 for shape in shapes]
+
+
+def _common_dtype(values: Sequence[Tensor]) -> torch.dtype | None:
+    """The operator's default type: that of all inputs, since it must not depend on the plan's data."""
+    return promoted_dtype(values, _using_all(len(values))) if values else None
+
+
+def _using_all(count: int) -> ColumnMap:
+    return ColumnMap([(i, 0, 0, 0, 1) for i in range(count)], [1] * count, [1])
 
 
 def _check_out_widths(out_widths: Sequence[int]) -> None:
@@ -481,8 +491,8 @@ def _regroup(
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
     _check_out_widths(out_widths)
-    column_map = column_map_from_moves(moves, _widths(values, key_dim), out_widths)
-    return _call_for(values, column_map, dtype, key_dim).program(values)
+    column_map = column_map_from_moves(moves, _widths([v.shape for v in values], key_dim), out_widths)
+    return _call_for(values, column_map, dtype or _common_dtype(values), key_dim).program(values)
 
 
 def _regroup_old_vmap(
@@ -492,8 +502,10 @@ def _regroup_old_vmap(
     key_dim: int = 1,
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    column_map = column_map_from_moves(moves, _widths(values, key_dim), out_widths)
-    return _composite(values, column_map, dtype, check_values(values, column_map, key_dim))
+    column_map = column_map_from_moves(moves, _widths([v.shape for v in values], key_dim), out_widths)
+    return _composite(
+        values, column_map, dtype or _common_dtype(values), check_values(values, column_map, key_dim)
+    )
 
 
 def _regroup_fake(
@@ -523,12 +535,8 @@ def _recording_again() -> Iterator[None]:
         yield
 
 
-class _OperatorApply(_SingleLevelFunction):
-    """Autograd of the registered operator.
-
-    Single-level, as generated autograd kernels are: it runs beneath the ``torch.func`` machinery,
-    which ``torch.autograd.Function`` would enter a second time.
-    """
+class _OperatorApply(torch.autograd.Function):
+    """Autograd of the registered operator."""
 
     @staticmethod
     def forward(
@@ -538,7 +546,8 @@ class _OperatorApply(_SingleLevelFunction):
         outer_levels = _recording_again() if _transforms_active() else nullcontext()
         with outer_levels, torch._C._AutoDispatchBelowAutograd():
             outs = torch.ops.torchrec_kt.regroup(values, moves, out_widths, key_dim, dtype)
-        ctx.arguments = moves, out_widths, key_dim, dtype
+        ctx.save_for_backward(moves)  # so that a change of it in between is noticed
+        ctx.arguments = moves, out_widths, key_dim
         ctx.inputs = [TensorMeta(v.shape, v.dtype, v.device) for v in values]
         ctx.out_metas = [TensorMeta(o.shape, o.dtype, o.device) for o in outs]
         ctx.set_materialize_grads(False)
@@ -546,28 +555,41 @@ class _OperatorApply(_SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        moves, _, key_dim, _ = ctx.arguments
+        (moves,), key_dim = ctx.saved_tensors, ctx.arguments[2]
         filled = [_zeros(*meta) if g is None else g for g, meta in zip(grads, ctx.out_metas)]
         needs = ctx.needs_input_grad[4:]
         dtypes = [meta.dtype for meta, need in zip(ctx.inputs, needs) if need]
         parts = torch.ops.torchrec_kt.regroup(
             filled,
             moves[:, _SWAPPED],
-            [meta.shape[key_dim] for meta in ctx.inputs],
+            _widths([meta.shape for meta in ctx.inputs], key_dim),
             key_dim,
             _gradient_dtype(ctx.out_metas[0].dtype, dtypes),
         )
         return (None,) * 4 + tuple(
-            _as_gradient(g, meta.dtype) if need else None for g, meta, need in zip(parts, ctx.inputs, needs)
+            (
+                _as_gradient(part, meta.dtype)
+                if part.shape == meta.shape
+                else torch.zeros(
+                    meta.shape, dtype=meta.dtype, device=meta.device
+                )  # an unused input of another shape
+            )
+            if need
+            else None
+            for part, meta, need in zip(parts, ctx.inputs, needs)
         )
 
     @staticmethod
     def jvp(ctx: Any, *arguments: Any) -> Any:
-        moves, out_widths, key_dim, _ = ctx.arguments
+        moves, out_widths, key_dim = ctx.arguments
         tangents = [_zeros(*m) if t is None else t for t, m in zip(arguments[4:], ctx.inputs)]
         dtype = ctx.out_metas[0].dtype if ctx.out_metas else None
         return tuple(torch.ops.torchrec_kt.regroup(tangents, moves, out_widths, key_dim, dtype))
 
+
+# Single-level, as generated autograd kernels are: a kernel runs beneath the torch.func machinery,
+# which autograd.Function.apply would enter a second time.
+_operator_apply = super(torch.autograd.Function, _OperatorApply).apply  # pyright: ignore
 
 _SWAPPED = [1, 0, 3, 2, 4]  # inputs and outputs of a move change places
 
@@ -580,10 +602,9 @@ def _regroup_autograd(
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
     if _wants_autograd(values):
-        apply = _OperatorApply.apply  # pyright: ignore[reportAttributeAccessIssue]
         # torch.func lets single-level functions run only when asked to.
         with enable_single_level_autograd_function() if _transforms_active() else nullcontext():
-            return list(apply(moves, out_widths, key_dim, dtype, *values))
+            return list(_operator_apply(moves, out_widths, key_dim, dtype, *values))
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.torchrec_kt.regroup(values, moves, out_widths, key_dim, dtype)
 

@@ -563,6 +563,7 @@ def _is_short_row(geometry: _Geometry) -> bool:
 
 def _rows_at_once(geometry: _Geometry, recipe: _RowRecipe) -> Program:
     column_map, total = geometry.column_map, geometry.rows
+    dtype, device = geometry.dtype, geometry.device
     pick = _joinable(geometry, recipe)
     cat, index_select = torch.cat, torch.index_select
     if _is_short_row(geometry):
@@ -583,7 +584,12 @@ def _rows_at_once(geometry: _Geometry, recipe: _RowRecipe) -> Program:
 
     def program(values: Tensors) -> list[Tensor]:
         source = cat(values if pick is None else pick(values), 1).view(-1, granule)
-        return [index_select(source, 0, index).view(shape) for shape, index in outputs]
+        outs: list[Tensor] = []
+        for shape, index in outputs:
+            out = torch.empty(shape, dtype=dtype, device=device)
+            index_select(source, 0, index, out=out.view(-1, granule))
+            outs.append(out)
+        return outs
 
     return program
 
@@ -640,7 +646,7 @@ def _composite(geometry: _Geometry) -> Program:
 
     def program(values: Tensors) -> list[Tensor]:
         return [
-            torch.cat([part(values, piece, shape) for piece in pieces], dim)
+            torch.cat([part(values, piece, shape) for piece in pieces], dim).contiguous()
             if pieces
             else torch.zeros(shape, dtype=dtype, device=geometry.device)
             for shape, pieces in zip(shapes, outputs)
