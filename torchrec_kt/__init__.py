@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import ops  # registers the operators, which saved graphs look for
+from . import ops as _ops  # noqa: F401  registers the operators, which saved graphs look for
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .modules import KTRegroupAsDict, PermuteMultiEmbedding, regroup, regroup_as_dict
 
-__all__ = ["KTRegroupAsDict", "PermuteMultiEmbedding", "__version__", "ops", "regroup", "regroup_as_dict"]
+__all__ = ["KTRegroupAsDict", "PermuteMultiEmbedding", "__version__", "regroup", "regroup_as_dict"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__ and name != "ops":
+    if name in __all__:
         from . import modules
 
         value = globals()[name] = getattr(modules, name)  # kept: the next look-up finds it at once
