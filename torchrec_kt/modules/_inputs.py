@@ -68,7 +68,12 @@ def common_key_dim(dims: list[int], values: Sequence[Tensor], used: Sequence[int
         return 1
     if dims.count(dims[0]) == len(dims):
         return dims[0]
-    counted = {i: dims[i] % max(1, values[i].dim()) for i in used or (0,)}
+    for i in used or (0,):
+        if not -values[i].dim() <= dims[i] < values[i].dim():
+            raise ValueError(
+                f"keyed_tensors[{i}] has key_dim {dims[i]}, but values of shape {tuple(values[i].shape)}"
+            )
+    counted = {i: dims[i] % values[i].dim() for i in used or (0,)}
     first, *others = counted.items()
     for i, dim in others:
         if dim != first[1]:

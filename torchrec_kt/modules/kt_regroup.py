@@ -68,6 +68,28 @@ class PermuteMultiEmbedding(TorchRecPermuteMultiEmbedding):
             permutes = permutes.to(values[0].device, non_blocking=True)
         return torch.ops.torchrec_kt.regroup(values, permutes, out_lengths, key_dim, dtype)
 
+    @torch.jit.export
+    def set_device(self, device: str) -> None:
+        """Move the plan. One that was on the meta device is written anew by the owner."""
+        if not torch.jit.is_scripting() and self._permutes.is_meta:
+            self.forget(device)
+        else:
+            self._permutes = self._permutes.to(device)
+            self._in_shapes = self._in_shapes.to(device)
+            self._out_shapes = self._out_shapes.to(device)
+
+    @torch.jit.unused
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # to_empty replaces buffers by uninitialised ones; unlike weights, nothing fills these later.
+        before = self._permutes, self._in_shapes, self._out_shapes
+        super()._apply(fn, recurse)
+        for old, new in zip(before, (self._permutes, self._in_shapes, self._out_shapes)):
+            if old.is_meta and not new.is_meta:
+                self._out_lengths = None
+            elif not new.is_meta and old is not new:
+                new.copy_(old)
+        return self
+
     @torch.jit.unused
     def show(self, plan: RegroupPlan, key_dim: int, device: Any = None) -> None:
         """Hold this plan. Tensors are made only where it is not the one held already."""
@@ -88,9 +110,10 @@ class PermuteMultiEmbedding(TorchRecPermuteMultiEmbedding):
         self._layout_keys, self._layout_widths, self._key_dim = keys, widths, key_dim
 
     @torch.jit.unused
-    def forget(self) -> None:
-        """Hold no plan."""
-        device = torch.device("cpu") if self._permutes.is_meta else self._permutes.device
+    def forget(self, device: Any = None) -> None:
+        """Hold no plan; where the next one goes is ``device``, by default where the last one was."""
+        if device is None:
+            device = torch.device("cpu") if self._permutes.is_meta else self._permutes.device
         self._permutes = torch.empty((0, 6), dtype=torch.int32, device=device)
         self._in_shapes = torch.empty(0, dtype=torch.int32, device=device)
         self._out_shapes = torch.empty(0, dtype=torch.int32, device=device)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from .plan import ColumnMap, RegroupPlan
@@ -39,7 +40,8 @@ _is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _tracing_state = torch._C._get_tracing_state
 _transforms_active = torch._C._are_functorch_transforms_active
-_is_old_vmap = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
+_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+_is_old_vmap = _functorch.is_legacy_batchedtensor
 
 
 def regroup_values(
@@ -102,11 +104,19 @@ def apply_column_map(
 
 def _run(call: _Call, values: Tensors) -> list[Tensor]:
     """Apply a call's map to real tensors of the shapes that it was made for."""
-    if _transforms_active():
-        return list(_TransformableApply.apply(call, *values))
-    if _wants_autograd(values):
-        return list(_eager_apply(call, *values))
-    return call.program(values)
+    try:
+        if _transforms_active():
+            if _functorch.peek_interpreter_stack().key() == _functorch.TransformType.Functionalize:
+                # It has a rule for operators and none for autograd functions.
+                return _by_operator(values, call.column_map, call.dtype, call.key_dim)
+            return list(_TransformableApply.apply(call, *values))
+        if _wants_autograd(values):
+            return list(_eager_apply(call, *values))
+        return call.program(values)
+    except RuntimeError:
+        # What a call is found by does not tell sparse tensors from strided ones.
+        check_values(values, call.column_map, call.key_dim)
+        raise
 
 
 def _by_operator(
@@ -116,8 +126,11 @@ def _by_operator(
     if dtype is None and values:
         # The operator cannot tell which inputs its moves use before it runs; here it is known.
         dtype = promoted_dtype(values, column_map)
-    moves = moves_tensor(column_map)
-    return torch.ops.torchrec_kt.regroup(list(values), moves, column_map.out_widths, key_dim, dtype)
+    # Fake tensors outlive their mode; the plan beside them has to be fake as well.
+    mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
+    with nullcontext() if mode is None or _recording() else mode:
+        moves = moves_tensor(column_map)
+        return torch.ops.torchrec_kt.regroup(list(values), moves, column_map.out_widths, key_dim, dtype)
 
 
 def _recording() -> bool:
@@ -143,6 +156,8 @@ def check_tensors(values: Sequence[Any]) -> None:
     for i, value in enumerate(values):
         if not isinstance(value, Tensor):
             raise TypeError(f"values[{i}] is a {type(value).__name__}; expected a torch.Tensor")
+        if value.is_nested:
+            raise ValueError(f"values[{i}] is a nested tensor; expected a strided one")
 
 
 def check_values(values: Sequence[Tensor], column_map: ColumnMap, key_dim: int) -> int:
@@ -166,7 +181,7 @@ def check_values(values: Sequence[Tensor], column_map: ColumnMap, key_dim: int) 
         )
     for i in used:
         value = values[i]
-        if value.layout != torch.strided or value.is_nested:
+        if value.layout != torch.strided:
             raise ValueError(f"values[{i}] is not a strided tensor ({value.layout}); convert it first")
         if value.device != first.device:
             raise ValueError(
@@ -317,8 +332,12 @@ def _call_for(
     values: Sequence[Tensor], column_map: ColumnMap, dtype: torch.dtype | None, key_dim: int
 ) -> _Call:
     described: list[Any] = [key_dim, dtype]
-    for v in values:
-        described += (v.shape, v.dtype, v.device)
+    try:
+        for v in values:
+            described += (v.shape, v.dtype, v.device)
+    except RuntimeError:
+        check_tensors(values)  # nested tensors have no shape to ask for
+        raise
     signature = tuple(described)
     call = column_map.calls.get(signature)
     if call is None:
@@ -441,6 +460,8 @@ def _new_moves(column_map: ColumnMap) -> Tensor:
 
 def column_map_from_moves(moves: Tensor, in_widths: Sequence[int], out_widths: Sequence[int]) -> ColumnMap:
     """The map that a tensor of moves describes, found by content or built and checked."""
+    if not isinstance(moves, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  the dispatcher lets None in
+        raise TypeError(f"the plan tensor is {moves!r}; expected an int32 tensor")
     if moves.is_meta:
         raise ValueError(
             "the plan tensor is on the meta device and holds no data; move it to the values' device"

@@ -22,6 +22,7 @@ added afterwards, in order.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -75,7 +76,17 @@ class _Geometry(NamedTuple):
         return any(meta.dtype != self.dtype for meta in self.used)
 
     @property
+    def zero_dtype(self) -> torch.dtype:
+        """Of zeros that are concatenated with parts of the inputs."""
+        return self.used[0].dtype if self.used else self.dtype
+
+    @property
     def cat_can_cast(self) -> bool:
+        """Whether ``torch.cat`` joins the inputs into an output of this type."""
+        try:
+            functools.reduce(torch.promote_types, {meta.dtype for meta in self.used}, self.zero_dtype)
+        except RuntimeError:
+            return False  # it promotes first, even where the type is given
         return all(torch.can_cast(meta.dtype, self.dtype) for meta in self.used)
 
 
@@ -261,7 +272,7 @@ def _slices(geometry: _Geometry) -> Program:
 
     # cat chooses the output's memory format by its inputs' from rank 4 on; ours is contiguous.
     into_given = geometry.casts or len(geometry.out_shapes[0] if geometry.out_shapes else ()) > 3
-    by_cat = geometry.cat_can_cast
+    by_cat, zero_dtype = geometry.cat_can_cast, geometry.zero_dtype
     writers = [
         (_cat_new(dim) if not into_given and _out_bytes(geometry, shape[dim]) < HUGE_PAGE_BYTES
          else _cat_into(shape, dtype, device, dim) if by_cat
@@ -276,7 +287,7 @@ def _slices(geometry: _Geometry) -> Program:
             value = values[tensor] if width is None else values[tensor].narrow(dim, 0, width)
             parts += value.split_with_sizes(sizes, dim)
         if gap_shapes:
-            zero = torch.zeros((), dtype=dtype, device=device)
+            zero = torch.zeros((), dtype=zero_dtype, device=device)
             parts += [zero.expand(shape) for shape in gap_shapes]
         return [write(get(parts)) for write, get in zip(writers, getters)]
 
@@ -507,8 +518,10 @@ def _block_rows(geometry: _Geometry, width: int) -> int:
     return max(1, min(geometry.rows, cost.SCRATCH_BYTES // max(1, width * geometry.dtype.itemsize)))
 
 
-def _most_rows(recipe: _RowRecipe, dtype: torch.dtype) -> int:
-    return max(1, cost.SCRATCH_BYTES // max(1, recipe.width * dtype.itemsize))
+def _index_rows(geometry: _Geometry, recipe: _RowRecipe, rows: int) -> int:
+    """For how many rows to make an index that serves ``rows``: few different numbers."""
+    most = max(1, cost.SCRATCH_BYTES // max(1, recipe.width * geometry.dtype.itemsize))
+    return min(1 << (rows - 1).bit_length(), max(most, rows))
 
 
 def _rows(geometry: _Geometry) -> Program:
@@ -530,7 +543,7 @@ def _joinable(geometry: _Geometry, recipe: _RowRecipe) -> Callable[[Tensors], li
     if not recipe.zeros and not any(w is not None for _, w in padded):
         everything = tuple(range(len(geometry.inputs)))
         return None if used == everything else lambda values: [values[i] for i in used]
-    dtype, device, zeros = geometry.dtype, geometry.device, (geometry.rows, recipe.granule)
+    dtype, device, zeros = geometry.zero_dtype, geometry.device, (geometry.rows, recipe.granule)
 
     def pick(values: Tensors) -> list[Tensor]:
         inputs = [values[i] if w is None else values[i].narrow(1, 0, w) for i, w in padded]
@@ -577,8 +590,7 @@ def _rows_at_once(geometry: _Geometry, recipe: _RowRecipe) -> Program:
         return single_row
 
     granule = recipe.granule
-    block = min(1 << (total - 1).bit_length(), _most_rows(recipe, geometry.dtype))
-    whole = _row_indices(column_map, recipe, block, granule)
+    whole = _row_indices(column_map, recipe, _index_rows(geometry, recipe, total), granule)
     indices = tuple(index.narrow(0, 0, total * len(columns)) for index, columns in zip(whole, recipe.columns))
     outputs = tuple(zip(geometry.out_shapes, indices))
 
@@ -598,7 +610,7 @@ def _rows_in_blocks(geometry: _Geometry, recipe: _RowRecipe) -> Program:
     dtype, device, shapes = geometry.dtype, geometry.device, geometry.out_shapes
     granule, width, total = recipe.granule, recipe.width, geometry.rows
     block = _block_rows(geometry, width)
-    indices = _row_indices(geometry.column_map, recipe, block, granule)
+    indices = _row_indices(geometry.column_map, recipe, _index_rows(geometry, recipe, block), granule)
     per_row = [len(columns) for columns in recipe.columns]
     pick = _joinable(geometry, recipe)
 
@@ -667,24 +679,23 @@ def _sum_dtype(geometry: _Geometry) -> torch.dtype:
 
 
 def _summing(geometry: _Geometry, copy: Program) -> Program:
-    """Write the sums of repeated columns over what ``copy`` wrote there, their first source."""
+    """Write the sums of repeated columns over what ``copy`` wrote there, their first source.
+
+    One addition after the other, so that the order is the one stated whatever the shape, the strides
+    and the number of threads; ``torch.sum`` would choose its own.
+    """
     dim, dtype, wide = geometry.key_dim, geometry.dtype, _sum_dtype(geometry)
-    repeated = [
-        [(p.start, p.length, _terms(p)) for p in pieces if len(p.sources) > 1]
-        for pieces in geometry.column_map.outputs
-    ]
+    repeated = [[p for p in pieces if len(p.sources) > 1] for pieces in geometry.column_map.outputs]
 
     def program(values: Tensors) -> list[Tensor]:
         outs = copy(values)
         for out, pieces in zip(outs, repeated):
-            for start, length, terms in pieces:
-                target = out.narrow(dim, start, length)
-                sources = [
-                    values[i].narrow(dim, offset, count * length).unflatten(dim, (count, length))
-                    for i, offset, count in terms
-                ]
+            for piece in pieces:
+                target = out.narrow(dim, piece.start, piece.length)
+                sources = [values[i].narrow(dim, offset, piece.length) for i, offset in piece.sources]
                 if wide == dtype:
-                    _sum_into(target, sources, dim)
+                    for source in sources[1:]:
+                        target.add_(_addable(source, dtype))
                 else:
                     _sum_rounding_once(target, sources, dim, wide)
         return outs
@@ -692,56 +703,23 @@ def _summing(geometry: _Geometry, copy: Program) -> Program:
     return program
 
 
-def _terms(piece: Piece) -> list[tuple[int, int, int]]:
-    """Sources as ``(tensor, offset, count)``: neighbours of one tensor are summed in one go."""
-    terms: list[tuple[int, int, int]] = []
-    for tensor, offset in piece.sources:
-        if terms:
-            last_tensor, first, count = terms[-1]
-            if tensor == last_tensor and offset == first + count * piece.length:
-                terms[-1] = (tensor, first, count + 1)
-                continue
-        terms.append((tensor, offset, 1))
-    return terms
-
-
-def _sum_into(target: Tensor, sources: Sequence[Tensor], dim: int) -> None:
-    """``target`` becomes the sum of ``sources``, which have the repeats in ``dim``. In its own type."""
-    dtype = target.dtype
-    first, *rest = sources
-    if first.shape[dim] > 1:
-        torch.sum(_readable(first, dtype), dim, dtype=dtype, out=target)
-    # else copied already
-    for source in rest:
-        if source.shape[dim] > 1:
-            target.add_(torch.sum(_readable(source, dtype), dim, dtype=dtype))
-        else:
-            target.add_(_readable(source.squeeze(dim), dtype))
-
-
-def _readable(source: Tensor, dtype: torch.dtype) -> Tensor:
-    # torch converts while it adds, except from types that it refuses to promote.
+def _addable(source: Tensor, dtype: torch.dtype) -> Tensor:
+    # torch converts while it adds, except from the 8-bit types, which it refuses to promote.
     return source.to(dtype) if source.dtype != dtype and source.dtype.itemsize == 1 else source
 
 
 def _sum_rounding_once(target: Tensor, sources: Sequence[Tensor], dim: int, wide: torch.dtype) -> None:
     # In blocks of rows, so that the sum in the wider type stays in cache.
-    step = target.shape[0]
+    rows = step = target.shape[0]
     if dim > 0 and target.numel() > _SUM_BLOCK_ELEMENTS:
-        step = max(1, _SUM_BLOCK_ELEMENTS * step // target.numel())
-    rows = target.shape[0]
+        step = max(1, _SUM_BLOCK_ELEMENTS * rows // target.numel())
     for row in range(0, rows, step):
         count = min(step, rows - row)
-        part, parts = (
-            (target, sources)
-            if count == rows
-            else (target.narrow(0, row, count), [s.narrow(0, row, count) for s in sources])
-        )
-        total = torch.empty(part.shape, dtype=wide, device=part.device)
-        if parts[0].shape[dim] == 1:
-            total.copy_(parts[0].squeeze(dim))
-        _sum_into(total, parts, dim)
-        part.copy_(total)
+        first, *rest = [source.narrow(0, row, count) for source in sources]
+        total = first.to(wide, copy=True)
+        for source in rest:
+            total.add_(_addable(source, wide))
+        target.narrow(0, row, count).copy_(total)
 
 
 _BUILDERS: dict[Strategy, Callable[[_Geometry], Program]] = {
