@@ -92,33 +92,46 @@ class PermuteMultiEmbedding(TorchRecPermuteMultiEmbedding):
 
     @torch.jit.unused
     def show(self, plan: RegroupPlan, key_dim: int, device: Any = None) -> None:
-        """Hold this plan. Tensors are made only where it is not the one held already."""
-        keys = [list(map(str, layout.keys)) for layout in plan.layouts]
-        widths = [list(layout.widths) for layout in plan.layouts]
-        target = self._permutes.device if device is None else torch.device(device)
+        """Hold this plan."""
+        target = self.plan_device() if device is None else torch.device(device)
         if target.type == "meta":
             target = torch.device("cpu")  # a plan on meta would hold no data
-        held = (self._layout_keys, self._layout_widths, self._key_dim, self._permutes.device)
-        if self._out_lengths is not None and held == (keys, widths, key_dim, target):
-            return
         with torch.inference_mode(False):
             permutes, in_shapes, out_shapes = (
                 torch.tensor(rows, dtype=torch.int32, device=target)
                 for rows in (plan_rows(plan), plan.in_widths, plan.out_widths)
             )
         self.init_tensors(permutes.reshape(-1, 6), in_shapes, out_shapes, list(plan.out_widths))
-        self._layout_keys, self._layout_widths, self._key_dim = keys, widths, key_dim
+        self._layout_keys, self._layout_widths = _names(plan)
+        self._key_dim = key_dim
 
     @torch.jit.unused
-    def forget(self, device: Any = None) -> None:
-        """Hold no plan; where the next one goes is ``device``, by default where the last one was."""
-        if device is None:
-            device = torch.device("cpu") if self._permutes.is_meta else self._permutes.device
+    def holds(self, plan: RegroupPlan, key_dim: int) -> bool:
+        """Whether this is the plan held, with its data."""
+        return (
+            self._out_lengths is not None
+            and not self._permutes.is_meta
+            and (self._layout_keys, self._layout_widths) == _names(plan)
+            and self._key_dim == key_dim
+        )
+
+    @torch.jit.unused
+    def plan_device(self) -> torch.device:
+        """Where the plan is, or will be."""
+        return torch.device("cpu") if self._permutes.is_meta else self._permutes.device
+
+    @torch.jit.unused
+    def forget(self, device: Any) -> None:
+        """Hold no plan; the next one goes to ``device``."""
         self._permutes = torch.empty((0, 6), dtype=torch.int32, device=device)
         self._in_shapes = torch.empty(0, dtype=torch.int32, device=device)
         self._out_shapes = torch.empty(0, dtype=torch.int32, device=device)
         self._out_lengths = None
         self._layout_keys, self._layout_widths, self._key_dim = [], [], 1
+
+
+def _names(plan: RegroupPlan) -> Any:
+    return [list(layout.keys) for layout in plan.layouts], [list(layout.widths) for layout in plan.layouts]
 
 
 @torch.fx.wrap
@@ -236,7 +249,12 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
                 return regrouped
             if self._graph_plan is None:
                 return _call_at_run_time(self, keyed_tensors)
+            old = self._permute_pooled_embs_impl
             self._show_to_graphs(self._graph_plan, self._dim)
+            _tell_tracer(_tracer_of(keyed_tensors), old, self._permute_pooled_embs_impl)
+        elif len(self._keys) == 0 and len(keyed_tensors) == 0:
+            nothing: Dict[str, Tensor] = {}
+            return nothing
         impl = self._permute_pooled_embs_impl
         values = _checked_values(keyed_tensors, impl._layout_keys, impl._layout_widths, impl._key_dim)
         outputs = impl(values, impl._key_dim, self._out_dtype)
@@ -297,8 +315,20 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
         graph is made.
         """
         if torch._C._len_torch_dispatch_stack() == 0:  # else the tensors made here would be fake
-            self._permute_pooled_embs_impl.show(plan, key_dim, device)
+            impl = self._permute_pooled_embs_impl
+            if device is not None or not impl.holds(plan, key_dim):
+                # A new holder, since a graph made before may go on using the old one.
+                holder = self._new_holder()
+                holder.show(plan, key_dim, device)
+                self._permute_pooled_embs_impl = holder
             self._is_inited = True
+
+    @torch.jit.unused
+    def _new_holder(self) -> PermuteMultiEmbedding:
+        old = self._permute_pooled_embs_impl
+        holder = PermuteMultiEmbedding(self._groups, old._multi_device)
+        holder.forget(old.plan_device())
+        return holder.train(old.training)
 
     @torch.jit.unused
     def __prepare_scriptable__(self) -> "KTRegroupAsDict":
@@ -320,7 +350,7 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
         self._is_inited = False
         self._use_fbgemm_regroup = False
         self._dim = 1
-        self._permute_pooled_embs_impl.forget()
+        self._permute_pooled_embs_impl = self._new_holder()
 
 
 def _torch_dtype(emb_dtype: Optional[DataType]) -> Optional[torch.dtype]:
@@ -338,10 +368,21 @@ def _torch_dtype(emb_dtype: Optional[DataType]) -> Optional[torch.dtype]:
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 
 
+def _tracer_of(keyed_tensors: Any) -> Any:
+    proxies = [keyed_tensors] if isinstance(keyed_tensors, torch.fx.Proxy) else keyed_tensors
+    return next(p.tracer for p in proxies if isinstance(p, torch.fx.Proxy))
+
+
+def _tell_tracer(tracer: Any, old: PermuteMultiEmbedding, new: PermuteMultiEmbedding) -> None:
+    """A tracer notes the paths of modules when it starts; a holder replaced since has its predecessor's."""
+    paths = getattr(tracer, "submodule_paths", None)
+    if paths and new is not old and old in paths:
+        paths[new] = paths[old]
+
+
 def _call_at_run_time(module: KTRegroupAsDict, keyed_tensors: Any) -> Any:
     """A node that calls the module itself, which by then can find its plan."""
-    proxies = [keyed_tensors] if isinstance(keyed_tensors, torch.fx.Proxy) else keyed_tensors
-    tracer: Any = next(p.tracer for p in proxies if isinstance(p, torch.fx.Proxy))
+    tracer = _tracer_of(keyed_tensors)
     if getattr(tracer, "root", None) is module:
         raise RuntimeError(
             "KTRegroupAsDict is traced before it knows its input. Run one batch first, or give the layout: "
