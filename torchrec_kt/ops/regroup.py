@@ -106,14 +106,15 @@ def _run(call: _Call, values: Tensors) -> list[Tensor]:
     """Apply a call's map to real tensors of the shapes that it was made for."""
     try:
         if _transforms_active():
-            if _functorch.peek_interpreter_stack().key() == _functorch.TransformType.Functionalize:
+            levels = _functorch.get_interpreter_stack()
+            if any(level.key() == _functorch.TransformType.Functionalize for level in levels):
                 # It has a rule for operators and none for autograd functions.
                 return _by_operator(values, call.column_map, call.dtype, call.key_dim)
             return list(_TransformableApply.apply(call, *values))
         if _wants_autograd(values):
             return list(_eager_apply(call, *values))
         return call.program(values)
-    except RuntimeError:
+    except Exception:
         # What a call is found by does not tell sparse tensors from strided ones.
         check_values(values, call.column_map, call.key_dim)
         raise
