@@ -64,7 +64,7 @@ def test_every_candidate_runs_once_per_round() -> None:
 
 def test_fit_recovers_constants() -> None:
     rng = random.Random(0)
-    true = (1500.0, 300.0, 2.0, 0.05)
+    true = (1500.0, 300.0, 100.0, 2.0, 0.05)
     records = []
     for _ in range(200):
         counts = [

@@ -178,6 +178,16 @@ def test_a_trace_of_the_module_itself_before_there_is_a_plan_says_what_to_do() -
             trace(module())
 
 
+def test_graphs_made_after_clear_cache_say_what_to_do() -> None:
+    m = module(layout=LAYOUT)
+    m(make_kts())
+    m.clear_cache()
+    with pytest.raises(Exception, match=SAYS_WHAT_TO_DO):
+        torch.jit.script(m)(make_kts())
+    with pytest.raises(RuntimeError, match=SAYS_WHAT_TO_DO):
+        torch.fx.symbolic_trace(m)
+
+
 def test_a_script_of_a_trace_made_before_there_is_a_plan_says_what_to_do() -> None:
     traced = torch.fx.symbolic_trace(Parent(module()))
     with pytest.raises(Exception, match=SAYS_WHAT_TO_DO):

@@ -523,3 +523,17 @@ def test_unknown_and_ambiguous_keys_among_many_are_found_quickly() -> None:
     assert "feature_1999" in message_of(UnknownKeyError, [(keys, [1] * len(keys))], [["feature_1999x"]])
     message_of(ValueError, [(keys, [1] * len(keys)), (keys[-1:], [1])], [keys])
     assert time.process_time() - start < 30
+
+
+@pytest.mark.parametrize(
+    ("layouts", "groups", "message"),
+    [
+        ([(["a", ["b"]], [1, 1])], [["a"]], "hashable"),
+        ([(["a"], [1])], [[["a"]]], "hashable"),
+        ([(["a", "b"], [1, 1])], [{"a", "b"}], r"groups\[0\] is a set"),
+        ([({"a", "b"}, [1, 1])], [["a"]], r"layouts\[0\] is a set"),
+    ],
+)
+def test_keys_without_hash_or_order_are_refused(layouts: Any, groups: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        RegroupPlan.build(layouts, groups)

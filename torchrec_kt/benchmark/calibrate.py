@@ -41,7 +41,8 @@ _GUESS = {
     "far_strip": 5.0,
     "granule": 5.0,
     "block": 2000.0,
-    "tensor": 2000.0,
+    "output": 2000.0,
+    "input": 1000.0,
     "byte": 0.03,
 }
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536)
@@ -99,7 +100,9 @@ def measure(samples: int, seed: int, rounds: int) -> list[dict[str, Any]]:
         column_map, word = random_map(rng)
         dtype = rng.choice((torch.float32, torch.float32, torch.bfloat16))
         row = max(1, sum(column_map.in_widths) * dtype.itemsize)
-        batch = rng.choice([b for b in _BATCHES if b * row <= _MAX_BYTES] or [1])
+        # A short single row is not left to the fit.
+        short = sum(column_map.out_widths) <= cost.SINGLE_ROW_COLUMNS
+        batch = rng.choice([b for b in _BATCHES if b * row <= _MAX_BYTES and not (b == 1 and short)] or [1])
         values = [torch.ones((batch, width), dtype=dtype) for width in column_map.in_widths]
         metas = [TensorMeta(tuple(v.shape), v.dtype, v.device) for v in values]
         counts = {s: strategy_counts(column_map, metas, dtype, 1, s) for s in STRATEGIES}

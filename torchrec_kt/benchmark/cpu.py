@@ -36,8 +36,8 @@ from .calibrate import cpu_name
 from .timing import interleaved, medians
 from .workloads import Workload, function_workloads
 
-# Above this many copied keys times rows, fewer rounds do.
-_SLOW_STRIPS = 200_000
+# Above this many copied keys times rows, fewer rounds do: TorchRec's module takes 2 us for each.
+_SLOW_STRIPS = 300_000
 
 Regroup = Callable[[list[KeyedTensor]], list[Tensor]]
 
@@ -206,6 +206,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-megabytes", type=float, default=1100, help="leave out larger inputs")
+    parser.add_argument(
+        "--module-strips",
+        type=int,
+        default=1_050_000,
+        help="leave TorchRec's module out above as many keys x rows",
+    )
     parser.add_argument("--without-module", action="store_true", help="leave out TorchRec's slow module")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
@@ -222,9 +228,9 @@ def main() -> None:
         )
     results: list[dict[str, Any]] = []
     for workload in track(chosen, description="workloads", console=Console(stderr=True)):
-        slow = workload.uses * workload.batch > _SLOW_STRIPS
-        rounds = min(arguments.rounds, 5) if slow else arguments.rounds
-        with_module = not arguments.without_module and workload.uses * workload.batch <= 2_000_000
+        strips = workload.uses * workload.batch
+        rounds = min(arguments.rounds, 3) if strips > _SLOW_STRIPS else arguments.rounds
+        with_module = not arguments.without_module and strips <= arguments.module_strips
         results.append(time_workload(workload, rounds, with_module))
     show(results, console)
     if arguments.json:

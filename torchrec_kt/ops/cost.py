@@ -63,15 +63,22 @@ class Columns(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Joining rows and selecting granules: per block of rows, per tensor of a block, per granule."""
+    """Joining rows and selecting granules, in blocks of rows.
+
+    Per block, per output of a block, per input of a block where there are several (each is cut
+    then), and per granule.
+    """
 
     block: float
-    tensor: float
+    output: float
+    input: float
     granule: float
     byte: float
 
-    def counts(self, *, blocks: int, tensors: int, granules: int, size: int) -> tuple[float, ...]:
-        return blocks, tensors * blocks, granules, size
+    def counts(
+        self, *, blocks: int, outputs: int, inputs: int, granules: int, size: int
+    ) -> tuple[float, ...]:
+        return blocks, outputs * blocks, inputs * blocks if blocks > 1 else 0, granules, size
 
     def cost(self, **counted: int) -> float:
         return _dot(self, self.counts(**counted))

@@ -207,6 +207,10 @@ class RegroupPlan:
         """
         checked_layouts = _checked_layouts(layouts)
         checked_groups = _checked_groups(groups)
+        try:
+            hash((checked_layouts, checked_groups))
+        except TypeError as error:
+            raise TypeError(f"keys must be hashable, as strings are: {error}") from None
         where, repeated = _locate(checked_layouts)
 
         moves: list[Move] = []
@@ -306,6 +310,8 @@ def _as_tuple(value: Any, name: str, expected: str) -> tuple[Any, ...]:
     # A lone string is iterable and is the usual slip: ["a", "b"] where [["a", "b"]] was meant.
     if isinstance(value, (str, bytes)):
         raise TypeError(f"{name} is the string {value!r}; expected a sequence of {expected}")
+    if isinstance(value, (set, frozenset)):
+        raise TypeError(f"{name} is a set, which has no order; expected a sequence of {expected}")
     try:
         return tuple(value)
     except TypeError:

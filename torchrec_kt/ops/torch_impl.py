@@ -508,7 +508,8 @@ def _count_rows(geometry: _Geometry) -> dict[str, int] | None:
     width = sum(column_map.in_widths[i] for i in column_map.used_inputs)
     return {
         "blocks": -(-geometry.rows // _block_rows(geometry, width)),
-        "tensors": len(used) + len(column_map.outputs),
+        "outputs": len(column_map.outputs),
+        "inputs": len(used),
         "granules": geometry.rows * sum(column_map.out_widths) // granule,
         "size": _size(geometry),
     }
