@@ -269,6 +269,50 @@ def test_a_leaf_that_is_the_whole_module_goes_on_following_its_input() -> None:
         assert_regroups(traced, make_kts(SWAPPED, grad=True))
 
 
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "to": lambda graph: graph.to("cpu"),
+    "cpu": lambda graph: graph.cpu(),
+    "double": lambda graph: graph.double(),
+    "half": lambda graph: graph.half(),
+    "share_memory": lambda graph: graph.share_memory(),
+    "eval": lambda graph: graph.eval(),
+    "train": lambda graph: graph.train(),
+    "deepcopy": copy.deepcopy,
+}
+MODULE_GRAPHS = ["script", "saved script", "torch.fx", "torchrec.fx", "scripted trace"]
+script_cannot_move = pytest.mark.xfail(
+    strict=True, reason="scripts take over _apply, whose super() is not theirs"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        pytest.param(
+            kind,
+            change,
+            marks=script_cannot_move
+            if kind == "script" and change not in ("eval", "train", "deepcopy")
+            else (),
+        )
+        for kind in MODULE_GRAPHS
+        for change in CHANGES
+    ],
+)
+def test_graphs_can_be_moved_and_changed(kind: str, change: str) -> None:
+    changed = CHANGES[change](GRAPHS[kind](module(REPEATED, layout=LAYOUT), make_kts()))
+    assert_regroups(changed, make_kts(grad=True), REPEATED)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("script", marks=script_cannot_move), *MODULE_GRAPHS[1:]])
+def test_graphs_moved_to_meta_raise(kind: str) -> None:
+    # TorchRec's return zeros.
+    graph: Any = GRAPHS[kind](module(layout=LAYOUT), make_kts())
+    graph.to("meta")
+    with pytest.raises(Exception, match="meta device"):
+        graph(make_kts())
+
+
 LATE_GRAPHS: dict[str, Callable[[nn.Module], Any]] = {
     "script": torch.jit.script,
     "script of the parent": lambda m: torch.jit.script(Parent(m)),

@@ -101,7 +101,7 @@ def measure(samples: int, seed: int, rounds: int) -> list[dict[str, Any]]:
         dtype = rng.choice((torch.float32, torch.float32, torch.bfloat16))
         row = max(1, sum(column_map.in_widths) * dtype.itemsize)
         # A short single row is not left to the fit.
-        short = sum(column_map.out_widths) <= cost.SINGLE_ROW_COLUMNS
+        short = max(map(sum, (column_map.in_widths, column_map.out_widths))) <= cost.SINGLE_ROW_COLUMNS
         batch = rng.choice([b for b in _BATCHES if b * row <= _MAX_BYTES and not (b == 1 and short)] or [1])
         values = [torch.ones((batch, width), dtype=dtype) for width in column_map.in_widths]
         metas = [TensorMeta(tuple(v.shape), v.dtype, v.device) for v in values]
@@ -149,10 +149,10 @@ def regrets(records: list[dict[str, Any]], constants: dict[str, dict[str, float]
     """For each record, the time of the picked strategy over that of the best."""
     result: list[float] = []
     for record in records:
-        predicted = {
+        predicted: dict[Strategy, float] = {
             s: sum(a * b for a, b in zip(constants[s].values(), c)) for s, c in record["counts"].items()
         }
-        picked = min(predicted, key=predicted.__getitem__)
+        picked = cost.cheapest(predicted)
         result.append(record["seconds"][picked] / min(record["seconds"].values()))
     return result
 

@@ -3,6 +3,7 @@
     python -m torchrec_kt.benchmark.cpu                     # every workload
     python -m torchrec_kt.benchmark.cpu --only serving      # those whose name holds the word
     python -m torchrec_kt.benchmark.cpu --json cpu.json
+    python -m torchrec_kt.benchmark.cpu --from cpu.json --readme README.md   # its table, generated
 
 Candidates run interleaved; figures are medians of the rounds, and ratios say how many times as fast
 ours is. *Match* compares with slicing by key: forward bit for bit, gradients to rounding. Memory is
@@ -198,6 +199,48 @@ def show(results: list[dict[str, Any]], console: Console) -> None:
         console.print(table)
 
 
+def markdown(run: dict[str, Any]) -> str:
+    """The same ratios as a Markdown table, with the conditions under it."""
+
+    def ratio(times: dict[str, float], name: str) -> str:
+        if name not in times:
+            return "-"
+        value = times[name] / times["ours"]
+        return f"{value:.0f}" if value >= 20 else f"{value:.1f}" if value >= 3 else f"{value:.2f}"
+
+    lines = [
+        "| workload | MB | module | `regroup` | cat/split | clone | match |",
+        "|---|---:|---:|---:|---:|---:|---|",
+    ]
+    for result in run["results"]:
+        forward, both = result["forward"], result["forward + backward"]
+        cells = [f"{ratio(forward, n)} / {ratio(both, n)}" for n in ("module", "regroup", "cat/split")]
+        lines.append(
+            f"| {result['name']} | {result['megabytes']:.1f} | {' | '.join(cells)} | {ratio(forward, 'clone')} | "
+            f"{'yes' if result['match'] else 'NO'} |"
+        )
+    made = run["provenance"]
+    lines += [
+        "",
+        "Time of the peer over ours, forward / forward + backward. *module* is TorchRec's `KTRegroupAsDict` over "
+        "FBGEMM, *regroup* `KeyedTensor.regroup`, *cat/split* TorchRec's `_regroup_keyed_tensors`, *clone* a "
+        "`clone()` of the inputs, forward only. *match*: equal to slicing by key, in the same run. "
+        f"{made['cpu']}, {made['threads']} threads on {made['cores']} cores, torch {made['torch']}, torchrec "
+        f"{made['torchrec']}, medians of interleaved rounds, {made['date']}.",
+    ]
+    return "\n".join(lines)
+
+
+def write_into(readme: Path, table: str) -> None:
+    """Replace what stands between the two marks."""
+    begin, end = "<!-- cpu table: begin -->", "<!-- cpu table: end -->"
+    text = readme.read_text()
+    if begin not in text or end not in text:
+        raise SystemExit(f"{readme} lacks the lines {begin} and {end}, between which the table goes")
+    before, rest = text.split(begin, 1)
+    readme.write_text(f"{before}{begin}\n{table}\n{end}{rest.split(end, 1)[1]}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -209,14 +252,30 @@ def main() -> None:
     parser.add_argument(
         "--module-strips",
         type=int,
-        default=1_050_000,
+        default=1_044_480,
         help="leave TorchRec's module out above as many keys x rows",
     )
     parser.add_argument("--without-module", action="store_true", help="leave out TorchRec's slow module")
     parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument(
+        "--from", type=Path, dest="source", help="show the figures of this file, measure nothing"
+    )
+    parser.add_argument("--readme", type=Path, help="put the table into this file, between its marks")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
     console = Console(width=150)
+    run = json.loads(arguments.source.read_text()) if arguments.source else measure(arguments, parser)
+    show(run["results"], console)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(run, indent=1) + "\n")
+    if arguments.readme:
+        write_into(arguments.readme, markdown(run))
+    if not all(result["match"] for result in run["results"]):
+        raise SystemExit("some results do not match slicing by key, see the last column")
+
+
+def measure(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Run the chosen workloads; the figures with where they come from."""
+    torch.set_num_threads(arguments.threads)
     chosen = [
         w
         for w in function_workloads().values()
@@ -232,21 +291,17 @@ def main() -> None:
         rounds = min(arguments.rounds, 3) if strips > _SLOW_STRIPS else arguments.rounds
         with_module = not arguments.without_module and strips <= arguments.module_strips
         results.append(time_workload(workload, rounds, with_module))
-    show(results, console)
-    if arguments.json:
-        provenance = {
-            "date": datetime.date.today().isoformat(),
-            "cpu": cpu_name(),
-            "cores": os.cpu_count(),
-            "threads": arguments.threads,
-            "rounds": arguments.rounds,
-            "torch": torch.__version__,
-            "torchrec": torchrec.__version__,
-            "torchrec_kt": __version__,
-        }
-        arguments.json.write_text(json.dumps({"provenance": provenance, "results": results}, indent=1) + "\n")
-    if not all(result["match"] for result in results):
-        raise SystemExit("some results do not match slicing by key, see the last column")
+    provenance = {
+        "date": datetime.date.today().isoformat(),
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": arguments.threads,
+        "rounds": arguments.rounds,
+        "torch": torch.__version__,
+        "torchrec": torchrec.__version__,
+        "torchrec_kt": __version__,
+    }
+    return {"provenance": provenance, "results": results}
 
 
 if __name__ == "__main__":

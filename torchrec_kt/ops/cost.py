@@ -7,6 +7,7 @@ The time of each strategy is modelled as counts times constants, in nanoseconds.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from importlib import resources
 from typing import Literal, NamedTuple
@@ -16,10 +17,10 @@ __all__ = ["COLUMNS", "ROWS", "SLICES", "Strategy", "cheapest"]
 Strategy = Literal["slices", "columns", "rows"]
 
 
-# The strips of a part lie a whole row apart. While everything fits the cache of a core, or rows are
+# The strips of a part lie a whole row apart. While everything fits the caches, or rows are
 # so short that the next strip has been fetched with this one, that costs little; else every strip
 # is a cache miss. Strips are "far" where the outputs and their rows exceed these.
-NEAR_BYTES = 1 << 20
+NEAR_BYTES = 8 << 20
 NEAR_ROW_BYTES = 1 << 10
 
 
@@ -103,10 +104,17 @@ ROWS = Rows(**_constants["rows"])
 
 # Rows are joined in a scratch buffer of at most this size, which should stay in the last cache.
 SCRATCH_BYTES = 4 << 20
-# A single row with no more columns than this is gathered one column at a time.
+# A single row with no more columns than this, read or written, is gathered one column at a time.
 SINGLE_ROW_COLUMNS = 512
 
 
+# Slices are taken unless another way promises at least a tenth less: they are what one would write by
+# hand, so that a wrong guess in their favour costs little.
+WORTH_IT = 0.9
+
+
 def cheapest(costs: Mapping[Strategy, float]) -> Strategy:
-    """The strategy of least cost."""
-    return min(costs, key=costs.__getitem__)
+    """The strategy to use, by what each is expected to cost."""
+    best = min(costs, key=costs.__getitem__)
+    plain = costs.get("slices", math.inf)
+    return best if costs[best] < plain * WORTH_IT else "slices"

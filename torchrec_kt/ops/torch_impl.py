@@ -511,7 +511,8 @@ def _count_rows(geometry: _Geometry) -> dict[str, int] | None:
         "outputs": len(column_map.outputs),
         "inputs": len(used),
         "granules": geometry.rows * sum(column_map.out_widths) // granule,
-        "size": _size(geometry),
+        # Unlike the others this reads every column of the inputs in use.
+        "size": (_size(geometry) + _out_bytes(geometry, width)) // 2,
     }
 
 
@@ -572,7 +573,9 @@ def _row_indices(column_map: ColumnMap, recipe: _RowRecipe, rows: int, granule: 
 
 
 def _is_short_row(geometry: _Geometry) -> bool:
-    return geometry.rows == 1 and sum(geometry.column_map.out_widths) <= cost.SINGLE_ROW_COLUMNS
+    column_map = geometry.column_map
+    read = sum(column_map.in_widths[i] for i in column_map.used_inputs)
+    return geometry.rows == 1 and max(read, sum(column_map.out_widths)) <= cost.SINGLE_ROW_COLUMNS
 
 
 def _rows_at_once(geometry: _Geometry, recipe: _RowRecipe) -> Program:
