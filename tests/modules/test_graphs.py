@@ -280,31 +280,16 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
 }
 MODULE_GRAPHS = ["script", "saved script", "torch.fx", "torchrec.fx", "scripted trace"]
-script_cannot_move = pytest.mark.xfail(
-    strict=True, reason="scripts take over _apply, whose super() is not theirs"
-)
 
 
-@pytest.mark.parametrize(
-    ("kind", "change"),
-    [
-        pytest.param(
-            kind,
-            change,
-            marks=script_cannot_move
-            if kind == "script" and change not in ("eval", "train", "deepcopy")
-            else (),
-        )
-        for kind in MODULE_GRAPHS
-        for change in CHANGES
-    ],
-)
+@pytest.mark.parametrize("kind", MODULE_GRAPHS)
+@pytest.mark.parametrize("change", CHANGES)
 def test_graphs_can_be_moved_and_changed(kind: str, change: str) -> None:
     changed = CHANGES[change](GRAPHS[kind](module(REPEATED, layout=LAYOUT), make_kts()))
     assert_regroups(changed, make_kts(grad=True), REPEATED)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("script", marks=script_cannot_move), *MODULE_GRAPHS[1:]])
+@pytest.mark.parametrize("kind", MODULE_GRAPHS)
 def test_graphs_moved_to_meta_raise(kind: str) -> None:
     # TorchRec's return zeros.
     graph: Any = GRAPHS[kind](module(layout=LAYOUT), make_kts())

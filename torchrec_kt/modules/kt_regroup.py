@@ -80,9 +80,13 @@ class PermuteMultiEmbedding(TorchRecPermuteMultiEmbedding):
 
     @torch.jit.unused
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # Scripts take this method over, so there is no super() to call.
+        apply = torch.nn.Module._apply
+        if isinstance(self, torch.jit.ScriptModule):
+            return apply(self, fn, recurse)
         # to_empty replaces buffers by uninitialised ones; unlike weights, nothing fills these later.
         before = self._permutes, self._in_shapes, self._out_shapes
-        super()._apply(fn, recurse)
+        apply(self, fn, recurse)
         for old, new in zip(before, (self._permutes, self._in_shapes, self._out_shapes)):
             if old.is_meta and not new.is_meta:
                 self._out_lengths = None
