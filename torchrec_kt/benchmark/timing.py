@@ -16,9 +16,10 @@ def interleaved(
     """Seconds per call of each candidate, one figure per round.
 
     Fast candidates are repeated within a round until it takes ``min_seconds``. Results are dropped
-    before the clock stops, so that freeing them counts, as it does in use. Each timed run follows an
-    untimed one of the same candidate, so that none pays for the caches and the free memory that the
-    one before it left behind (virtual machines even hand free memory back after a second or two).
+    before the clock stops, so that freeing them counts, as it does in use. Each timed stretch follows an
+    untimed one of the same candidate, so that none pays for the caches, the sleeping threads and the
+    free memory that the one before it left behind (virtual machines even hand free memory back after
+    a second or two).
     """
     repeats: dict[str, int] = {}
     for name, run in candidates.items():
@@ -30,7 +31,8 @@ def interleaved(
     for _ in range(rounds):
         for name, run in candidates.items():
             count = repeats[name]
-            run()
+            for _ in range(count):
+                run()
             start = time.perf_counter()
             for _ in range(count):
                 run()
