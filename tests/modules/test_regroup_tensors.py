@@ -453,14 +453,17 @@ def test_a_graph_made_of_a_module_on_meta_holds_data(move: Callable[[Any], Any])
         assert_regrouped(graph(kts), kts)
 
 
-def test_to_empty_does_not_lose_the_plan() -> None:
+@pytest.mark.parametrize("start", ["cpu", "meta"])
+def test_to_empty_does_not_lose_the_plan(start: str) -> None:
     # The usual way from meta to a device: parameters are filled from a checkpoint, buffers keep what
     # memory held.
     m = module(layout=LAYOUT)
+    m.to(start)
     with uninitialised_is_nan():
         m.to_empty(device="cpu")
     kts = make_kts()
-    assert_regrouped(torch.jit.script(m)(kts), kts)
+    for graph in (torch.jit.script(m), torch.fx.symbolic_trace(m)):
+        assert_regrouped(graph(kts), kts)
 
 
 def test_set_device() -> None:
