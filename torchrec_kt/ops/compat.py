@@ -16,8 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .plan import RegroupPlan
-from .regroup import LIBRARY, batch_in_front, check_tensors, column_map_from_moves, moves_tensor
+from .plan import RegroupPlan, locate_keys
+from .regroup import (
+    FBGEMM_FIELDS,
+    LIBRARY,
+    batch_in_front,
+    check_tensors,
+    column_map_from_moves,
+    moves_tensor,
+)
 
 __all__ = [
     "kt_regroup_arguments",
@@ -26,8 +33,6 @@ __all__ = [
     "regroup_by_keys",
     "regroup_keyed_tensor",
 ]
-
-_ROW_FIELDS = 6
 
 LIBRARY.define(
     "permute_multi_embedding(Tensor[] pooled_embs, Tensor permutes, Tensor in_shapes, Tensor out_shapes, "
@@ -52,12 +57,7 @@ def plan_rows(plan: RegroupPlan) -> list[tuple[int, int, int, int, int, int]]:
     key form a list: the first holds the row number of the second, each later one minus that of the
     next, and the last one minus the number of rows.
     """
-    place: dict[object, tuple[int, int, int]] = {}
-    for tensor, layout in enumerate(plan.layouts):
-        offset = 0
-        for key, width in zip(layout.keys, layout.widths):
-            place[key] = (tensor, offset, width)
-            offset += width
+    place, _ = locate_keys(plan.layouts)
     total = sum(map(len, plan.groups))
     rows: list[list[int]] = []
     last_use: dict[object, int] = {}
@@ -118,10 +118,10 @@ def permute_multi_embedding(
             f"permutes is on {permutes.device}, the values are on {values[0].device}; move the plan to the values' "
             "device"
         )
-    if permutes.dtype != torch.int32 or permutes.dim() != 2 or permutes.shape[1] != _ROW_FIELDS:
+    if permutes.dtype != torch.int32 or permutes.dim() != 2 or permutes.shape[1] != FBGEMM_FIELDS:
         raise ValueError(
             f"permutes is {permutes.dtype} of shape {tuple(permutes.shape)}; expected int32 of shape "
-            f"[rows, {_ROW_FIELDS}]"
+            f"[rows, {FBGEMM_FIELDS}]"
         )
     if not values:
         raise ValueError("got no value tensors, so the batch size is unknown; pass at least one")
@@ -210,7 +210,7 @@ def kt_regroup_arguments(
     plan = _plan(keys, lengths, groups)
     rows = plan_rows(plan)
     to = {"dtype": torch.int32, "device": embs.device}
-    permutes = torch.tensor(rows, **to).reshape(len(rows), _ROW_FIELDS)
+    permutes = torch.tensor(rows, **to).reshape(len(rows), FBGEMM_FIELDS)
     in_shapes, out_shapes = torch.tensor(plan.in_widths, **to), torch.tensor(plan.out_widths, **to)
     return permutes, in_shapes, out_shapes, list(plan.out_widths)
 
@@ -222,7 +222,7 @@ def _kt_regroup_arguments_fake(
     groups: Sequence[Sequence[str]],
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     plan = _plan(keys, lengths, groups)
-    permutes = embs.new_empty((sum(map(len, groups)), _ROW_FIELDS), dtype=torch.int32)
+    permutes = embs.new_empty((sum(map(len, groups)), FBGEMM_FIELDS), dtype=torch.int32)
     in_shapes = embs.new_empty((len(keys),), dtype=torch.int32)
     out_shapes = embs.new_empty((len(groups),), dtype=torch.int32)
     return permutes, in_shapes, out_shapes, list(plan.out_widths)

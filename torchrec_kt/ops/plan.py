@@ -211,7 +211,7 @@ class RegroupPlan:
             hash((checked_layouts, checked_groups))
         except TypeError as error:
             raise TypeError(f"keys must be hashable, as strings are: {error}") from None
-        where, repeated = _locate(checked_layouts)
+        where, repeated = locate_keys(checked_layouts)
 
         moves: list[Move] = []
         out_widths: list[int] = []
@@ -320,7 +320,7 @@ def _as_tuple(value: Any, name: str, expected: str) -> tuple[Any, ...]:
         ) from None
 
 
-def _locate(
+def locate_keys(
     layouts: tuple[Layout, ...],
 ) -> tuple[dict[Hashable, tuple[int, int, int]], set[Hashable]]:
     """``key -> (input, first column, width)``, and the keys that appear more than once."""

@@ -126,7 +126,7 @@ def _by_operator(
     check_tensors(values)
     if dtype is None and values:
         # The operator cannot tell which inputs its moves use before it runs; here it is known.
-        dtype = promoted_dtype(values, column_map)
+        dtype = promoted_dtype(values, column_map.used_inputs)
     # Fake tensors outlive their mode; the plan beside them has to be fake as well.
     mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
     with nullcontext() if mode is None or _recording() else mode:
@@ -209,9 +209,9 @@ def check_dtype(dtype: Any) -> None:
         raise TypeError(f"dtype is {dtype!r}; expected a torch.dtype or None")
 
 
-def promoted_dtype(values: Sequence[Tensor], column_map: ColumnMap) -> torch.dtype:
-    """The type ``torch.cat`` would give the inputs that the map uses."""
-    used = column_map.used_inputs or (0,)
+def promoted_dtype(values: Sequence[Tensor], used: Sequence[int]) -> torch.dtype:
+    """The type ``torch.cat`` would give the inputs in use, or the first one's if none is."""
+    used = used or (0,)
     result = values[used[0]].dtype
     for i in used[1:]:
         if values[i].dtype != result:
@@ -261,7 +261,7 @@ class _Call:
         check_dtype(dtype)
         self.column_map = column_map
         self.key_dim = check_values(values, column_map, key_dim)
-        self.dtype = promoted_dtype(values, column_map) if dtype is None else dtype
+        self.dtype = promoted_dtype(values, column_map.used_inputs) if dtype is None else dtype
         self.inputs = tuple(TensorMeta(tuple(v.shape), v.dtype, v.device) for v in values)
         self.program: Program = compile_map(column_map, self.inputs, self.dtype, self.key_dim)
         first = self.inputs[column_map.used_inputs[0] if column_map.used_inputs else 0].shape
@@ -325,7 +325,7 @@ def _composite(
     values: Tensors, column_map: ColumnMap, dtype: torch.dtype | None, key_dim: int
 ) -> list[Tensor]:
     inputs = [TensorMeta(tuple(v.shape), v.dtype, v.device) for v in values]
-    result = promoted_dtype(values, column_map) if dtype is None else dtype
+    result = promoted_dtype(values, column_map.used_inputs) if dtype is None else dtype
     return compile_map(column_map, inputs, result, key_dim, "composite")(values)
 
 
@@ -438,7 +438,7 @@ LIBRARY.define(
 )
 
 _MOVE_FIELDS = 5
-_FBGEMM_FIELDS = 6
+FBGEMM_FIELDS = 6
 _maps: dict[tuple[Any, ...], ColumnMap] = {}
 
 
@@ -467,10 +467,10 @@ def column_map_from_moves(moves: Tensor, in_widths: Sequence[int], out_widths: S
         raise ValueError(
             "the plan tensor is on the meta device and holds no data; move it to the values' device"
         )
-    if moves.dtype != torch.int32 or moves.dim() != 2 or moves.shape[1] not in (_MOVE_FIELDS, _FBGEMM_FIELDS):
+    if moves.dtype != torch.int32 or moves.dim() != 2 or moves.shape[1] not in (_MOVE_FIELDS, FBGEMM_FIELDS):
         raise ValueError(
             f"the plan tensor is {moves.dtype} of shape {tuple(moves.shape)}; expected int32 of shape "
-            f"[moves, {_MOVE_FIELDS}] or [moves, {_FBGEMM_FIELDS}]"
+            f"[moves, {_MOVE_FIELDS}] or [moves, {FBGEMM_FIELDS}]"
         )
     rows = moves.detach().cpu().contiguous()
     # By content, since a tensor can be changed in place; by its bytes, since that takes a microsecond.
@@ -492,11 +492,7 @@ def _widths(shapes: Sequence[Sequence[int]], key_dim: int) -> list[int]:
 
 def _common_dtype(values: Sequence[Tensor]) -> torch.dtype | None:
     """The operator's default type: that of all inputs, since it must not depend on the plan's data."""
-    return promoted_dtype(values, _using_all(len(values))) if values else None
-
-
-def _using_all(count: int) -> ColumnMap:
-    return ColumnMap([(i, 0, 0, 0, 1) for i in range(count)], [1] * count, [1])
+    return promoted_dtype(values, range(len(values))) if values else None
 
 
 def _check_out_widths(out_widths: Sequence[int]) -> None:
@@ -544,7 +540,7 @@ def _regroup_fake(
     every.in_widths = (0,) * len(values)
     dim = check_values(values, every, key_dim)
     _check_out_widths(out_widths)
-    result = promoted_dtype(values, every) if dtype is None else dtype
+    result = promoted_dtype(values, every.used_inputs) if dtype is None else dtype
     shape = values[0].shape
     return [
         values[0].new_empty((*shape[:dim], width, *shape[dim + 1 :]), dtype=result) for width in out_widths
