@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 __all__ = ["interleaved", "medians"]
 
@@ -21,6 +24,7 @@ def interleaved(
     free memory that the one before it left behind (virtual machines even hand free memory back after
     a second or two).
     """
+    _settle_allocator()
     repeats: dict[str, int] = {}
     for name, run in candidates.items():
         run()
@@ -38,6 +42,16 @@ def interleaved(
                 run()
             seconds[name].append((time.perf_counter() - start) / count)
     return seconds
+
+
+@functools.cache
+def _settle_allocator() -> None:
+    """Bring glibc's allocator to where a process that has run for a while has it.
+
+    It returns freed memory to the system from a size on, which grows to 32 MB with the blocks that
+    were freed. Until then, whether a call of a few MB pays for page faults depends on what ran before.
+    """
+    torch.ones(31 << 20, dtype=torch.uint8)
 
 
 def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from ..ops.plan import RegroupPlan
 
-__all__ = ["PlanCache", "Unpacked", "check_names", "common_key_dim", "unpack"]
+__all__ = ["CachedPlan", "PlanCache", "Unpacked", "check_names", "common_key_dim", "unpack"]
 
 
 _KEYED_TENSOR = frozenset((KeyedTensor,))
@@ -99,7 +99,9 @@ def check_names(groups: list[list[str]], keys: list[str]) -> None:
         seen[key] = 1
 
 
-class _Entry(NamedTuple):
+class CachedPlan(NamedTuple):
+    """A plan and what it was built for, in lists that nobody else holds."""
+
     groups: list[list[str]]
     keys: list[list[str]]
     widths: list[list[int]]
@@ -122,34 +124,31 @@ class PlanCache:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._entries: tuple[_Entry, ...] = ()
+        self._entries: tuple[CachedPlan, ...] = ()
 
     def find(
         self, groups: Sequence[Sequence[str]], keys: Sequence[Sequence[str]], widths: Sequence[Sequence[int]]
-    ) -> RegroupPlan:
+    ) -> CachedPlan:
         """The plan for these arguments; errors are those of :meth:`RegroupPlan.build`."""
         if torch.compiler.is_compiling():
             # A graph that had looked at the entries would be compiled anew whenever they change.
-            return RegroupPlan.build(layouts=_pairs(keys, widths), groups=groups)
+            return _build(groups, keys, widths)
         entries = self._entries
         if entries:  # the one used last first, without the price of a loop
             entry = entries[0]
             if entry.groups == groups and entry.keys == keys and entry.widths == widths:
-                return entry.plan
+                return entry
         for n, entry in enumerate(entries):
             # Groups first: among calls on the same inputs they differ soonest.
             if entry.groups == groups and entry.keys == keys and entry.widths == widths:
                 self._entries = (entry, *entries[:n], *entries[n + 1 :])
-                return entry.plan
-        plan = RegroupPlan.build(layouts=_pairs(keys, widths), groups=groups)
-        entry = _Entry(
-            [list(group) for group in groups], [list(k) for k in keys], [list(w) for w in widths], plan
-        )
+                return entry
+        entry = _build(groups, keys, widths)
         if not (entry.groups == groups and entry.keys == keys and entry.widths == widths):
             # Tuples where lists are usual; found again only as lists.
             return self.find(entry.groups, entry.keys, entry.widths)
         self._entries = (entry, *entries[: self._size - 1])
-        return plan
+        return entry
 
     def clear(self) -> None:
         self._entries = ()
@@ -158,7 +157,10 @@ class PlanCache:
         return len(self._entries)
 
 
-def _pairs(
-    keys: Sequence[Sequence[str]], widths: Sequence[Sequence[int]]
-) -> list[tuple[Sequence[str], Sequence[int]]]:
-    return list(zip(keys, widths))
+def _build(
+    groups: Sequence[Sequence[str]], keys: Sequence[Sequence[str]], widths: Sequence[Sequence[int]]
+) -> CachedPlan:
+    plan = RegroupPlan.build(layouts=list(zip(keys, widths)), groups=groups)
+    return CachedPlan(
+        [list(group) for group in groups], [list(k) for k in keys], [list(w) for w in widths], plan
+    )

@@ -31,7 +31,7 @@ def _regroup_eagerly(keyed_tensors: List[KeyedTensor], groups: List[List[str]]) 
     names, widths, values, dims = unpacked
     if not values and not groups:
         return []
-    column_map = _plans.find(groups, names, widths).column_map
+    column_map = _plans.find(groups, names, widths).plan.column_map
     return apply_column_map(values, column_map, None, common_key_dim(dims, values, column_map.used_inputs))
 
 

@@ -1,7 +1,7 @@
 """``KTRegroupAsDict``: a drop-in for TorchRec's module of that name."""
 
 from collections.abc import Sequence
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 from ..ops.compat import plan_rows
 from ..ops.plan import RegroupPlan
 from ..ops.regroup import apply_column_map
-from ._inputs import PlanCache, check_names, common_key_dim, unpack
+from ._inputs import CachedPlan, PlanCache, check_names, common_key_dim, unpack
 from .layout import Layout, read_layout
 
 __all__ = ["KTRegroupAsDict", "PermuteMultiEmbedding"]
@@ -204,9 +204,10 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
     _groups: List[List[str]]
     _keys: List[str]
     _graph_plan: Optional[RegroupPlan]
+    _last: Optional[Tuple[CachedPlan, int]]
 
     # Python state that a scripted module neither has nor needs.
-    __jit_ignored_attributes__ = ["_plans", "_graph_plan"]  # noqa: RUF012
+    __jit_ignored_attributes__ = ["_plans", "_graph_plan", "_last"]  # noqa: RUF012
 
     def __init__(
         self,
@@ -225,11 +226,16 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
         groups = [list(group) for group in groups]
         super().__init__(groups, list(keys), emb_dtype, multi_device)
         self._permute_pooled_embs_impl = PermuteMultiEmbedding(groups, multi_device)
-        self._out_dtype = _torch_dtype(emb_dtype)
         self._plans = PlanCache(_PLANS_PER_MODULE)
         self._graph_plan = None
+        self._last = None
         if layout is not None:
             self.prepare(layout)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "_emb_dtype":  # may be set at any time, and takes effect as in TorchRec's module
+            self._out_dtype = _torch_dtype(value)
 
     def forward(self, keyed_tensors: List[KeyedTensor]) -> Dict[str, Tensor]:
         """Regroup.
@@ -267,18 +273,37 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
     @torch.jit.unused
     def _regroup_eagerly(self, keyed_tensors: List[KeyedTensor]) -> Optional[Dict[str, Tensor]]:
         """What :meth:`forward` does with KeyedTensors that hold tensors; None for proxies."""
+        # Nearly always this call is like the last. Not for graphs: they would depend on the last call.
+        if not torch.compiler.is_compiling() and (last := self._last) is not None:
+            (groups, all_keys, all_widths, plan), key_dim = last
+            if type(keyed_tensors) is list and len(keyed_tensors) == len(all_keys) and self._groups == groups:
+                values: List[Tensor] = []
+                for kt, keys, widths in zip(keyed_tensors, all_keys, all_widths):
+                    if (
+                        type(kt) is not KeyedTensor
+                        or kt._keys != keys
+                        or kt._length_per_key != widths
+                        or kt._key_dim != key_dim
+                    ):
+                        break
+                    values.append(kt._values)
+                else:
+                    outputs = apply_column_map(values, plan.column_map, self._out_dtype, key_dim)
+                    return dict(zip(self._keys, outputs))
         unpacked = unpack(keyed_tensors)
         if unpacked is None:
             return None
         names, widths, values, dims = unpacked
         if not values and not self._groups:
             return {}
-        plan = self._plans.find(self._groups, names, widths)
-        column_map = plan.column_map
+        found = self._plans.find(self._groups, names, widths)
+        column_map = found.plan.column_map
         key_dim = common_key_dim(dims, values, column_map.used_inputs)
         outputs = apply_column_map(values, column_map, self._out_dtype, key_dim)
-        if (plan is not self._graph_plan or key_dim != self._dim) and not torch.compiler.is_compiling():
-            self._remember(plan, key_dim)
+        if not torch.compiler.is_compiling() and (
+            self._last is None or found.plan is not self._graph_plan or key_dim != self._dim
+        ):
+            self._remember(found, key_dim)
         return dict(zip(self._keys, outputs))
 
     @torch.jit.unused
@@ -297,17 +322,18 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
             KeyError, ValueError, TypeError: as :meth:`forward`.
         """
         pairs, key_dim = read_layout(layout)
-        plan = self._plans.find(self._groups, [keys for keys, _ in pairs], [widths for _, widths in pairs])
-        self._show_to_graphs(plan, key_dim, device)  # first: what can fail must change nothing
-        self._remember(plan, key_dim)
+        found = self._plans.find(self._groups, [keys for keys, _ in pairs], [widths for _, widths in pairs])
+        self._show_to_graphs(found.plan, key_dim, device)  # first: what can fail must change nothing
+        self._remember(found, key_dim)
         return self
 
     @torch.jit.unused
-    def _remember(self, plan: RegroupPlan, key_dim: int) -> None:
-        """Note the plan that a graph made from now on should hold."""
+    def _remember(self, found: CachedPlan, key_dim: int) -> None:
+        """Note the plan that the next call will probably use and a graph made from now on should hold."""
         if not self._is_inited:
-            self._show_to_graphs(plan, key_dim)
-        self._graph_plan = plan
+            self._show_to_graphs(found.plan, key_dim)
+        self._last = (found, key_dim) if found.keys else None
+        self._graph_plan = found.plan
         self._dim = key_dim
         self._use_fbgemm_regroup = key_dim == 1
 
@@ -351,6 +377,7 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
         """Forget every plan. TorchRec calls this after sharding."""
         self._plans.clear()
         self._graph_plan = None
+        self._last = None
         self._is_inited = False
         self._use_fbgemm_regroup = False
         self._dim = 1

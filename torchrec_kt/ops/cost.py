@@ -10,9 +10,9 @@ import json
 import math
 from collections.abc import Mapping
 from importlib import resources
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-__all__ = ["COLUMNS", "ROWS", "SLICES", "Strategy", "cheapest"]
+__all__ = ["COLUMNS", "ROWS", "SLICES", "Strategy", "cheapest", "is_far"]
 
 Strategy = Literal["slices", "columns", "rows"]
 
@@ -27,7 +27,8 @@ NEAR_ROW_BYTES = 1 << 10
 class Slices(NamedTuple):
     """Splitting and concatenating.
 
-    A *part* is one view made and copied, a *strip* is one row of a part.
+    A *part* is one view made and copied, a *strip* is one row of a part. Here and below, what threads
+    share counts as the share of one.
     """
 
     call: float
@@ -36,30 +37,45 @@ class Slices(NamedTuple):
     far_strip: float
     byte: float
 
-    def counts(self, *, calls: int, parts: int, strips: int, rows: int, size: int) -> tuple[float, ...]:
-        return calls, parts, *_by_distance(strips, rows, size), size
+    def counts(self, *, calls: int, parts: int, strips: float, far: bool, size: float) -> tuple[float, ...]:
+        return calls, parts, *_by_distance(strips, far), size
 
-    def cost(self, **counted: int) -> float:
+    def cost(self, **counted: Any) -> float:
         return _dot(self, self.counts(**counted))
 
 
 class Columns(NamedTuple):
-    """Selecting granules of columns: per call, per granule, and per row of a granule (strip)."""
+    """Selecting granules of columns: per call, per granule, and per row of a granule (strip).
+
+    Where columns of several inputs are joined first: per range of columns, and per byte joined.
+    """
 
     call: float
     granule: float
     strip: float
     far_strip: float
     byte: float
+    range: float
+    joined_byte: float
 
-    def granule_cost(self, rows: int, size: int) -> float:
-        """Of one granule of ``rows`` rows, bytes apart, in an output of ``size`` bytes."""
-        return self.granule + (self.far_strip if _far(rows, size) else self.strip) * rows
+    def granule_cost(self, rows: int, far: bool) -> float:
+        """Of one granule of ``rows`` rows."""
+        return self.granule + (self.far_strip if far else self.strip) * rows
 
-    def counts(self, *, calls: int, granules: int, rows: int, size: int) -> tuple[float, ...]:
-        return calls, granules, *_by_distance(granules * rows, rows, size), size
+    def counts(
+        self,
+        *,
+        calls: int,
+        granules: float,
+        strips: float,
+        far: bool,
+        size: float,
+        ranges: int,
+        joined: float,
+    ) -> tuple[float, ...]:
+        return calls, granules, *_by_distance(strips, far), size, ranges, joined
 
-    def cost(self, **counted: int) -> float:
+    def cost(self, **counted: Any) -> float:
         return _dot(self, self.counts(**counted))
 
 
@@ -77,20 +93,21 @@ class Rows(NamedTuple):
     byte: float
 
     def counts(
-        self, *, blocks: int, outputs: int, inputs: int, granules: int, size: int
+        self, *, blocks: int, outputs: int, inputs: int, granules: float, size: float
     ) -> tuple[float, ...]:
         return blocks, outputs * blocks, inputs * blocks if blocks > 1 else 0, granules, size
 
-    def cost(self, **counted: int) -> float:
+    def cost(self, **counted: Any) -> float:
         return _dot(self, self.counts(**counted))
 
 
-def _far(rows: int, size: int) -> bool:
+def is_far(rows: int, size: int) -> bool:
+    """Whether neighbouring strips of outputs of ``size`` bytes and ``rows`` rows are cache misses."""
     return size > NEAR_BYTES and size > NEAR_ROW_BYTES * rows
 
 
-def _by_distance(strips: int, rows: int, size: int) -> tuple[int, int]:
-    return (0, strips) if _far(rows, size) else (strips, 0)
+def _by_distance(strips: float, far: bool) -> tuple[float, float]:
+    return (0, strips) if far else (strips, 0)
 
 
 def _dot(constants: tuple[float, ...], counts: tuple[float, ...]) -> float:

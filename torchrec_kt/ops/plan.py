@@ -67,6 +67,7 @@ class ColumnMap:
         recipes: what implementations derive from the map alone, kept here.
         calls: what they derive from the map and the shapes that it met, kept here; see
             :mod:`torchrec_kt.ops.regroup`.
+        last_call: the one of these met last, kept here.
 
     Raises:
         ValueError: a move names a tensor that does not exist or columns outside its width.
@@ -76,6 +77,7 @@ class ColumnMap:
         "_transposed",
         "calls",
         "in_widths",
+        "last_call",
         "moves",
         "out_widths",
         "outputs",
@@ -98,6 +100,7 @@ class ColumnMap:
         self.used_inputs = tuple(sorted({move.in_tensor for move in self.moves}))
         self.recipes: dict[Any, Any] = {}
         self.calls: dict[Any, Any] = {}
+        self.last_call: Any = None
         self._transposed: dict[Any, ColumnMap] = {}
 
     @property

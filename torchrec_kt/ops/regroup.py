@@ -16,9 +16,9 @@ exist.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,11 @@ from torch.autograd import forward_ad
 
 from .plan import ColumnMap, RegroupPlan
 from .torch_impl import Program, TensorMeta, Tensors, accumulate_dtype, compile_map
+
+try:
+    from torch._C._dynamo.guards import TensorGuards  # pyright: ignore[reportMissingModuleSource]
+except ImportError:  # then every call describes its inputs, which costs two microseconds more
+    TensorGuards = None
 
 __all__ = ["apply_column_map", "column_map_from_moves", "moves_tensor", "regroup_values"]
 
@@ -97,9 +102,66 @@ def apply_column_map(
     if not isinstance(values, (list, tuple)):
         check_tensors(values)  # a lone tensor is a sequence too
         values = list(values)
-    if _recording() or not _PLAIN_TENSORS.issuperset(map(type, values)):
+    if _recording():
         return _by_operator(values, column_map, dtype, key_dim)
-    return _run(_call_for(values, column_map, dtype, key_dim), values)
+    known = _known_call(values, column_map, dtype, key_dim)
+    if known is not None:
+        call, differentiable = known
+        if differentiable and torch.is_grad_enabled():
+            return list(_eager_apply(call, *values))
+        return call.program(values)
+    if not _PLAIN_TENSORS.issuperset(map(type, values)):
+        return _by_operator(values, column_map, dtype, key_dim)
+    call = _call_for(values, column_map, dtype, key_dim)
+    outputs = _run(call, values)
+    column_map.last_call = _remember(call, values, dtype, key_dim)
+    return outputs
+
+
+class _Known(NamedTuple):
+    """A call and how to tell quickly that another one is the same."""
+
+    dtype: torch.dtype | None
+    key_dim: int
+    inputs: int
+    # Whether tensors agree with those of the call in type, shape, dtype, device, layout and requires_grad.
+    same: Callable[..., bool]
+    call: _Call
+    differentiable: bool
+
+
+def _known_call(
+    values: Tensors, column_map: ColumnMap, dtype: torch.dtype | None, key_dim: int
+) -> tuple[_Call, bool] | None:
+    """The last call with this map and whether an input requires a gradient, if this call is the same.
+
+    None also while torch.func or forward-mode derivatives are at work.
+    """
+    known: _Known | None = column_map.last_call
+    if known is not None:
+        known_dtype, known_dim, inputs, same, call, differentiable = known
+        if (
+            known_dtype is dtype
+            and known_dim == key_dim
+            and inputs == len(values)
+            and same(*values)
+            and not _transforms_active()
+            and forward_ad._current_level < 0
+        ):
+            return call, differentiable
+    return None
+
+
+def _remember(call: _Call, values: Tensors, dtype: torch.dtype | None, key_dim: int) -> _Known | None:
+    if TensorGuards is None or not values or len(set(map(id, values))) < len(values):
+        return None  # guards want every tensor once
+    if call.same is None or not call.same(*values):
+        call.same = TensorGuards(
+            *values,
+            dynamic_dims_sizes=[list(meta.shape) for meta in call.inputs],  # pyright: ignore[reportArgumentType]
+            dynamic_dims_strides=[[None] * len(meta.shape) for meta in call.inputs],  # pyright: ignore[reportArgumentType]
+        ).check
+    return _Known(dtype, key_dim, len(values), call.same, call, any(v.requires_grad for v in values))
 
 
 def _run(call: _Call, values: Tensors) -> list[Tensor]:
@@ -231,7 +293,7 @@ def promoted_dtype(values: Sequence[Tensor], used: Sequence[int]) -> torch.dtype
 class _Adjoint:
     """How gradients of one call's outputs become gradients of its inputs."""
 
-    __slots__ = ("call", "column_map", "complete", "dtype", "unused", "wanted")
+    __slots__ = ("column_map", "complete", "dtype", "unused", "wanted")
 
     def __init__(self, call: _Call, needs: tuple[bool, ...]) -> None:
         used = call.column_map.used_inputs
@@ -246,13 +308,12 @@ class _Adjoint:
         self.complete = len(self.wanted) == len(needs) and all(
             meta.dtype == self.dtype for meta in call.inputs
         )
-        self.call: _Call | None = None  # for gradients that are plain tensors; their shapes are known
 
 
 class _Call:
     """A map, the inputs it was checked against, and the program for them."""
 
-    __slots__ = ("_adjoints", "column_map", "dtype", "inputs", "key_dim", "out_shapes", "program")
+    __slots__ = ("_adjoints", "column_map", "dtype", "inputs", "key_dim", "out_shapes", "program", "same")
 
     def __init__(
         self, values: Sequence[Tensor], column_map: ColumnMap, dtype: torch.dtype | None, key_dim: int
@@ -268,6 +329,7 @@ class _Call:
         self.out_shapes = [
             (*first[: self.key_dim], width, *first[self.key_dim + 1 :]) for width in column_map.out_widths
         ]
+        self.same: Callable[..., bool] | None = None
         self._adjoints: dict[tuple[bool, ...], _Adjoint] = {}
 
     def pull_back(self, needs: tuple[bool, ...], grads: tuple[Any, ...]) -> Sequence[Tensor | None]:
@@ -275,8 +337,6 @@ class _Call:
         adjoint = self._adjoints.get(needs)
         if adjoint is None:
             adjoint = self._adjoints[needs] = _Adjoint(self, needs)
-        if not _PLAIN_TENSORS.issuperset(map(type, grads)):
-            grads = self._filled(grads)
         if adjoint.complete:
             return self._pull_back_used(adjoint, grads)
         result: list[Tensor | None] = [None] * len(needs)
@@ -294,14 +354,17 @@ class _Call:
             _zeros(shape, self.dtype, device) if g is None else g for g, shape in zip(grads, self.out_shapes)
         )
 
-    def _pull_back_used(self, adjoint: _Adjoint, grads: Tensors) -> list[Tensor]:
-        if _recording() or not _PLAIN_TENSORS.issuperset(map(type, grads)):
+    def _pull_back_used(self, adjoint: _Adjoint, grads: tuple[Any, ...]) -> list[Tensor]:
+        recording = _recording()
+        if not recording:
+            known = _known_call(grads, adjoint.column_map, adjoint.dtype, self.key_dim)
+            if known is not None and not (known[1] and torch.is_grad_enabled()):
+                return known[0].program(grads)
+        if not _PLAIN_TENSORS.issuperset(map(type, grads)):
+            grads = self._filled(grads)
+        if recording:
             return _by_operator(grads, adjoint.column_map, adjoint.dtype, self.key_dim)
-        if _transforms_active() or True in map(_is_old_vmap, grads):
-            return _apply_to_derivatives(grads, adjoint.column_map, adjoint.dtype, self.key_dim)
-        if adjoint.call is None:
-            adjoint.call = _Call(grads, adjoint.column_map, adjoint.dtype, self.key_dim)
-        return _run(adjoint.call, grads)
+        return _apply_to_derivatives(grads, adjoint.column_map, adjoint.dtype, self.key_dim)
 
     def push_forward(self, tangents: Sequence[Tensor | None]) -> list[Tensor]:
         """Tangents of the outputs."""

@@ -9,8 +9,9 @@ steady state is a handful of torch calls. There are three ways to move the colum
     split every input once at all borders, ``torch.cat`` the parts of each output. No index, any
     layout, casts on the way; costs about a microsecond per part.
 ``columns``
-    for each stretch of an output that comes from one input, one ``index_select`` of granules (the
-    widest common column block) straight into the output. Cheap per part; one call per stretch.
+    for each stretch of an output, one ``index_select`` of granules (the widest common column block)
+    straight into the output; where a stretch comes from several inputs, as in gradients, from a copy
+    that joins their columns. Cheap per part; a call or two per stretch.
 ``rows``
     for a block of rows at a time, join all inputs in a cache-sized scratch buffer and
     ``index_select`` its granules row by row. Indifferent to how inputs alternate, as they do in
@@ -25,6 +26,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
@@ -42,6 +44,10 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 Program = Callable[[Tensors], list[Tensor]]
 Strategy = cost.Strategy
 
+# ATen shares a loop among threads only beyond this many elements, each thread taking at least as many.
+_GRAIN = 1 << 15
+# More ranges of columns than this are not joined for one stretch.
+_MAX_RANGES = 64
 # Sums of repeated columns are taken over at most this many elements at a time where they need a
 # buffer in a wider type, so that the buffer stays in cache.
 _SUM_BLOCK_ELEMENTS = 1 << 16
@@ -66,6 +72,15 @@ class _Geometry(NamedTuple):
     out_shapes: tuple[tuple[int, ...], ...]
     rows: int  # product of the dimensions before key_dim
     inner: int  # product of the dimensions after key_dim
+
+    @property
+    def size(self) -> int:
+        """Bytes of all outputs."""
+        return _out_bytes(self, sum(self.column_map.out_widths))
+
+    @property
+    def far(self) -> bool:
+        return cost.is_far(self.rows, self.size)
 
     @property
     def used(self) -> list[TensorMeta]:
@@ -197,8 +212,9 @@ def _out_bytes(geometry: _Geometry, width: int) -> int:
     return geometry.rows * geometry.inner * width * geometry.dtype.itemsize
 
 
-def _size(geometry: _Geometry) -> int:
-    return _out_bytes(geometry, sum(geometry.column_map.out_widths))
+def _threads(elements: int, grain: int = _GRAIN) -> int:
+    """How many threads share a loop over so many elements."""
+    return max(1, min(torch.get_num_threads(), -(-elements // grain)))
 
 
 # --- slices ---------------------------------------------------------------------------------------
@@ -208,6 +224,7 @@ class _SliceRecipe(NamedTuple):
     splits: tuple[tuple[int, tuple[int, ...]], ...]  # input, sizes of its parts
     gaps: tuple[int, ...]  # lengths of zero parts; they follow the parts of the inputs
     picks: tuple[tuple[int, ...], ...]  # per output, indices of its parts
+    lengths: tuple[tuple[int, int], ...]  # different lengths of the parts picked, and how many have it
 
 
 def _slice_recipe(column_map: ColumnMap) -> _SliceRecipe:
@@ -238,21 +255,27 @@ def _slice_recipe(column_map: ColumnMap) -> _SliceRecipe:
                 else:
                     pick.append(gap_part[piece.length])
             picks.append(tuple(pick))
-        return _SliceRecipe(tuple(splits), tuple(gaps), tuple(picks))
+        lengths = [length for _, sizes in splits for length in sizes] + gaps
+        counted = Counter(lengths[part] for pick in picks for part in pick)
+        return _SliceRecipe(tuple(splits), tuple(gaps), tuple(picks), tuple(counted.items()))
 
     return _recipe(column_map, "slices", build)
 
 
-def _count_slices(geometry: _Geometry) -> dict[str, int]:
+def _count_slices(geometry: _Geometry) -> dict[str, Any]:
     recipe = _slice_recipe(geometry.column_map)
     copies = sum(map(len, recipe.picks))
     views = sum(len(sizes) for _, sizes in recipe.splits)
+    shares = [
+        (length, count / _threads(geometry.rows * geometry.inner * length))
+        for length, count in recipe.lengths
+    ]
     return {
         "calls": len(recipe.splits) + len(recipe.picks),
         "parts": views + copies,
-        "strips": copies * geometry.rows,
-        "rows": geometry.rows,
-        "size": _size(geometry),
+        "strips": sum(share for _, share in shares) * geometry.rows,
+        "far": geometry.far,
+        "size": sum(_out_bytes(geometry, length) * share for length, share in shares),
     }
 
 
@@ -333,64 +356,117 @@ def _nothing(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 
 
 class _Stretch(NamedTuple):
-    """Columns ``[start, start + length)`` of one output, from one input (or zeros: input -1).
+    """Columns ``[start, start + length)`` of one output.
 
-    ``numbers`` are those of its granules, counted from column ``base`` of the input; None stands
-    for a single one.
+    ``ranges`` of input columns, ``(tensor, first, length)``, hold its granules, whose ``numbers`` count
+    through the ranges joined. No numbers: the only range as it is, or zeros where there is none.
     """
 
     start: int
     length: int
-    tensor: int
-    base: int
     granule: int
+    ranges: tuple[tuple[int, int, int], ...]
     numbers: Tensor | None
+
+
+class _ColumnCosts(NamedTuple):
+    """What :func:`_stretches` weighs against each other."""
+
+    granule: float
+    column: float  # of joining one
+    block_columns: float  # as many are joined at a time
 
 
 def _column_recipe(geometry: _Geometry) -> tuple[tuple[_Stretch, ...], ...]:
     # How finely to cut depends on the number of rows, only roughly: one recipe per power of two.
     rows = 1 << max(0, geometry.rows - 1).bit_length()
-    granule_cost = cost.COLUMNS.granule_cost(rows, _size(geometry))
+    threads = _threads(rows * geometry.inner * max(geometry.column_map.out_widths, default=0))
+    column_bytes = rows * geometry.inner * geometry.dtype.itemsize
+    costs = _ColumnCosts(
+        cost.COLUMNS.granule_cost(rows, geometry.far) / threads,
+        cost.COLUMNS.joined_byte * column_bytes / threads,
+        cost.SCRATCH_BYTES / column_bytes,
+    )
 
     def build() -> tuple[tuple[_Stretch, ...], ...]:
-        return tuple(_stretches(pieces, granule_cost) for pieces in geometry.column_map.outputs)
+        return tuple(tuple(_stretches(pieces, costs)) for pieces in geometry.column_map.outputs)
 
-    return _recipe(geometry.column_map, ("columns", granule_cost), build)
+    return _recipe(geometry.column_map, ("columns", costs), build)
 
 
-def _stretches(pieces: tuple[Piece, ...], granule_cost: float) -> tuple[_Stretch, ...]:
-    """Join neighbouring pieces from one input where one call with a finer granule beats two calls.
+class _Open(NamedTuple):
+    """A stretch that may go on: the piece it starts at, and its ranges as ``{class: [first, end]}``.
 
-    Shortest path over the piece borders. A candidate is an open stretch: its granule so far, the
-    piece it starts at and the cost up to there. Of candidates with equal granule only the cheapest
-    is kept, so their number stays below the number of divisors of a width.
+    Granules of one class lie whole granules apart in one input.
     """
-    call_cost = cost.COLUMNS.call
+
+    first: int
+    ranges: dict[tuple[int, int], list[int]]
+
+
+def _stretches(pieces: tuple[Piece, ...], costs: _ColumnCosts) -> list[_Stretch]:
+    """Join neighbouring pieces in one stretch where that beats a stretch for each.
+
+    Shortest path over the piece borders. Pieces of one range are selected from it, if need be with a
+    finer granule; pieces of several are selected from a copy of all. Of the stretches that end at a
+    border with the same granule, and both from one range or both from several, only one is kept.
+    """
     best: list[float] = [0.0]
     came_from: list[tuple[int, int]] = [(0, 0)]  # (first piece of the last stretch, its granule)
-    open_stretches: dict[int, int] = {}  # granule -> first piece
+    single: dict[int, int] = {}  # granule -> first piece
+    joined: dict[int, _Open] = {}  # granule -> the stretch
+
+    def before(first: int, granule: int) -> float:
+        """What tells two stretches apart that have the same granule from here on."""
+        return best[first] - pieces[first].start / granule * costs.granule
+
     for n, piece in enumerate(pieces):
         end = piece.start + piece.length
+        continues = n > 0 and bool(piece.sources and pieces[n - 1].sources)
+        tensor, offset = piece.sources[0] if piece.sources else (-1, 0)
         grown: dict[int, int] = {}
-        if n and _source(piece)[0] == _source(pieces[n - 1])[0] and piece.sources:
-            for granule, first in open_stretches.items():
-                finer = math.gcd(granule, piece.length, _source(piece)[1] - _source(pieces[first])[1])
-                rival = grown.get(finer)
-                if rival is None or (
-                    best[first] - pieces[first].start / finer * granule_cost
-                    < best[rival] - pieces[rival].start / finer * granule_cost
-                ):
+        if continues and tensor == pieces[n - 1].sources[0][0]:
+            for granule, first in single.items():
+                finer = math.gcd(granule, piece.length, offset - pieces[first].sources[0][1])
+                if finer not in grown or before(first, finer) < before(grown[finer], finer):
                     grown[finer] = first
-        if piece.length not in grown:
-            grown[piece.length] = n
-        costs = {
-            granule: best[first] + call_cost + (end - pieces[first].start) / granule * granule_cost
-            for granule, first in grown.items()
-        }
-        granule = min(costs, key=costs.__getitem__)
-        best.append(costs[granule])
-        came_from.append((grown[granule], granule))
-        open_stretches = grown
+        grown.setdefault(piece.length, n)
+        single = grown
+
+        grown_joined: dict[int, _Open] = {}
+        if continues:
+            for granule, (first, ranges) in joined.items():
+                finer = math.gcd(granule, piece.length)
+                if finer not in grown_joined or before(first, finer) < before(
+                    grown_joined[finer].first, finer
+                ):
+                    if finer < granule:
+                        ranges = _ranges(pieces[first:n], finer)
+                    _widen(ranges, piece, finer)
+                    if len(ranges) <= _MAX_RANGES:
+                        grown_joined[finer] = _Open(first, ranges)
+        if piece.sources and piece.length not in grown_joined:
+            grown_joined[piece.length] = _Open(n, _ranges((piece,), piece.length))
+        joined = grown_joined
+
+        choices = [
+            (
+                best[first] + cost.COLUMNS.call + (end - pieces[first].start) / granule * costs.granule,
+                first,
+                granule,
+            )
+            for granule, first in single.items()
+        ]
+        for granule, (first, ranges) in joined.items():
+            if len(ranges) > 1:
+                columns = sum(last - start for start, last in ranges.values())
+                blocks = math.ceil(columns / costs.block_columns)
+                total = before(first, granule) + end / granule * costs.granule + columns * costs.column
+                total += blocks * (2 * cost.COLUMNS.call + len(ranges) * cost.COLUMNS.range)
+                choices.append((total, first, granule))
+        total, first, granule = min(choices)
+        best.append(total)
+        came_from.append((first, granule))
 
     found: list[_Stretch] = []
     n = len(pieces)
@@ -398,59 +474,142 @@ def _stretches(pieces: tuple[Piece, ...], granule_cost: float) -> tuple[_Stretch
         first, granule = came_from[n]
         found.append(_stretch(pieces[first:n], granule))
         n = first
-    return tuple(reversed(found))
+    return found[::-1]
 
 
-def _source(piece: Piece) -> tuple[int, int]:
-    return piece.sources[0] if piece.sources else (-1, 0)
+def _ranges(pieces: Sequence[Piece], granule: int) -> dict[tuple[int, int], list[int]]:
+    ranges: dict[tuple[int, int], list[int]] = {}
+    for piece in pieces:
+        _widen(ranges, piece, granule)
+    return ranges
+
+
+def _widen(ranges: dict[tuple[int, int], list[int]], piece: Piece, granule: int) -> None:
+    tensor, offset = piece.sources[0]
+    found = ranges.setdefault((tensor, offset % granule), [offset, offset])
+    found[0] = min(found[0], offset)
+    found[1] = max(found[1], offset + piece.length)
 
 
 def _stretch(pieces: tuple[Piece, ...], granule: int) -> _Stretch:
-    tensor, offset = _source(pieces[0])
     start, length = pieces[0].start, sum(p.length for p in pieces)
+    if not pieces[0].sources:
+        return _Stretch(start, length, granule, (), None)
+    ranges = _ranges(pieces, granule)
+    found = tuple((tensor, first, end - first) for (tensor, _), (first, end) in ranges.items())
     if length == granule:
-        return _Stretch(start, length, tensor, offset, granule, None)
-    base = offset % granule
-    index = [(_source(p)[1] - base) // granule + n for p in pieces for n in range(p.length // granule)]
-    return _Stretch(start, length, tensor, base, granule, _index(index))
+        return _Stretch(start, length, granule, found, None)
+    # Where each range starts among those joined, minus where it starts in its input.
+    shift: dict[tuple[int, int], int] = {}
+    joined = 0
+    for key, (first, end) in ranges.items():
+        shift[key] = joined - first
+        joined += end - first
+    index: list[int] = []
+    for piece in pieces:
+        tensor, offset = piece.sources[0]
+        at = (offset + shift[tensor, offset % granule]) // granule
+        index.extend(range(at, at + piece.length // granule))
+    return _Stretch(start, length, granule, found, _index(index))
 
 
-def _count_columns(geometry: _Geometry) -> dict[str, int] | None:
+def _column_step(geometry: _Geometry, stretch: _Stretch) -> int:
+    """How many rows of the first dimension to take at a time; 0 for all."""
+    if geometry.key_dim == 0 or stretch.numbers is None:
+        return 0
+    outer = geometry.out_shapes[0][0]
+    if len(stretch.ranges) > 1:
+        joined = _out_bytes(geometry, sum(length for _, _, length in stretch.ranges))
+        return 0 if joined <= cost.SCRATCH_BYTES else max(1, outer * cost.SCRATCH_BYTES // joined)
+    # Of granules below the grain, threads take one each; above it they share each; at it, neither.
+    alone = geometry.rows * geometry.inner * stretch.granule == _GRAIN and torch.get_num_threads() > 1
+    return -(-outer // 2) if alone and outer > 1 else 0
+
+
+def _count_columns(geometry: _Geometry) -> dict[str, Any] | None:
     if geometry.casts:
         return None
-    stretches = [s for stretches in _column_recipe(geometry) for s in stretches]
+    calls = ranges = 0
+    granules = strips = size = joined = 0.0
+    for stretches in _column_recipe(geometry):
+        for stretch in stretches:
+            count = stretch.length // stretch.granule
+            step = _column_step(geometry, stretch)
+            blocks = -(-geometry.out_shapes[0][0] // step) if step else 1
+            elements = geometry.rows * geometry.inner * stretch.granule // blocks
+            if stretch.numbers is not None and elements < _GRAIN:
+                threads = _threads(count, max(1, _GRAIN // max(1, elements)))
+            else:
+                threads = _threads(elements)
+            calls += blocks
+            granules += count * blocks / threads
+            size += _out_bytes(geometry, stretch.length) / threads
+            if len(stretch.ranges) > 1:
+                calls += blocks
+                ranges += len(stretch.ranges) * blocks
+                joined += sum(
+                    _out_bytes(geometry, length) / _threads(geometry.rows * geometry.inner * length // blocks)
+                    for _, _, length in stretch.ranges
+                )
+            strips += count * geometry.rows / threads
     return {
-        "calls": len(stretches),
-        "granules": sum(s.length // s.granule for s in stretches),
-        "rows": geometry.rows,
-        "size": _size(geometry),
+        "calls": calls,
+        "granules": granules,
+        "strips": strips,
+        "far": geometry.far,
+        "size": size,
+        "ranges": ranges,
+        "joined": joined,
     }
 
 
 def _columns(geometry: _Geometry) -> Program:
-    recipe = _column_recipe(geometry)
     dim, dtype, device = geometry.key_dim, geometry.dtype, geometry.device
-    outputs = tuple(zip(geometry.out_shapes, recipe))
+    # Each stretch with its shape in granules, of any number of them, and how many rows to take at a time.
+    outputs = [
+        (
+            shape,
+            [
+                (
+                    stretch,
+                    (*shape[:dim], -1, stretch.granule, *shape[dim + 1 :]),
+                    _column_step(geometry, stretch),
+                )
+                for stretch in stretches
+            ],
+        )
+        for shape, stretches in zip(geometry.out_shapes, _column_recipe(geometry))
+    ]
 
     def program(values: Tensors) -> list[Tensor]:
         outs: list[Tensor] = []
         for shape, stretches in outputs:
             out = empty(shape, dtype, device)
-            for start, length, tensor, base, granule, numbers in stretches:
+            for (start, length, _, ranges, numbers), granules, step in stretches:
                 target = out.narrow(dim, start, length)
-                if tensor < 0:
+                sources = [values[tensor].narrow(dim, first, count) for tensor, first, count in ranges]
+                if not sources:
                     target.zero_()
                 elif numbers is None:
-                    target.copy_(values[tensor].narrow(dim, base, length))
+                    target.copy_(sources[0])
+                elif step:
+                    for row in range(0, shape[0], step):
+                        count = min(step, shape[0] - row)
+                        blocks = [source.narrow(0, row, count) for source in sources]
+                        _select(blocks, dim, numbers, target.narrow(0, row, count), (count, *granules[1:]))
                 else:
-                    source = values[tensor]
-                    count = (source.shape[dim] - base) // granule
-                    source = source.narrow(dim, base, count * granule).unflatten(dim, (count, granule))
-                    torch.index_select(source, dim, numbers, out=target.unflatten(dim, (-1, granule)))
+                    _select(sources, dim, numbers, target, granules)
             outs.append(out)
         return outs
 
     return program
+
+
+def _select(
+    sources: list[Tensor], dim: int, numbers: Tensor, target: Tensor, granules: tuple[int, ...]
+) -> None:
+    source = sources[0] if len(sources) == 1 else torch.cat(sources, dim)
+    torch.index_select(source.view(granules), dim, numbers, out=target.view(granules))
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -500,19 +659,20 @@ def _row_recipe(column_map: ColumnMap) -> _RowRecipe:
     return _recipe(column_map, "rows", build)
 
 
-def _count_rows(geometry: _Geometry) -> dict[str, int] | None:
+def _count_rows(geometry: _Geometry) -> dict[str, Any] | None:
     used, column_map = geometry.used, geometry.column_map
     if not used or geometry.key_dim != 1 or len(used[0].shape) != 2 or not geometry.cat_can_cast:
         return None
     granule = _recipe(column_map, "row granule", lambda: _row_granule(column_map))
     width = sum(column_map.in_widths[i] for i in column_map.used_inputs)
+    threads = _threads(_block_rows(geometry, width) * width)
     return {
         "blocks": -(-geometry.rows // _block_rows(geometry, width)),
         "outputs": len(column_map.outputs),
         "inputs": len(used),
-        "granules": geometry.rows * sum(column_map.out_widths) // granule,
+        "granules": geometry.rows * sum(column_map.out_widths) / granule / threads,
         # Unlike the others this reads every column of the inputs in use.
-        "size": (_size(geometry) + _out_bytes(geometry, width)) // 2,
+        "size": (geometry.size + _out_bytes(geometry, width)) / 2 / threads,
     }
 
 
@@ -731,7 +891,7 @@ _BUILDERS: dict[Strategy, Callable[[_Geometry], Program]] = {
     "columns": _columns,
     "rows": _rows,
 }
-_COUNTERS: dict[Strategy, Callable[[_Geometry], dict[str, int] | None]] = {
+_COUNTERS: dict[Strategy, Callable[[_Geometry], dict[str, Any] | None]] = {
     "slices": _count_slices,
     "columns": _count_columns,
     "rows": _count_rows,
