@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# The CUDA library takes a minute to build; without a device there is nothing to run it on.
+TORCHREC_KT_CUDA ?= $(if $(wildcard /dev/nvidia0),AUTO,OFF)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .PHONY: demo test check clean
@@ -24,7 +26,7 @@ $(VENV)/.ready: $(wildcard requirements/*.txt) pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -r requirements/cpu.txt -r requirements/dev.txt
 	$(PIP) install --no-deps -r requirements/cpu-no-deps.txt
-	$(PIP) install --no-deps --editable .
+	TORCHREC_KT_CUDA=$(TORCHREC_KT_CUDA) $(PIP) install --no-deps --editable .
 	touch $@
 
 clean:

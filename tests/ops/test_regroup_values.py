@@ -304,7 +304,12 @@ def test_casts_round_as_torch_does(target: torch.dtype) -> None:
     values[0][0, :5] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e-40])
     outs = regroup_values(values, build(), target)
     expected = [out.to(target) for out in regroup_reference(values, LAYOUTS, ONCE)]
-    assert all(same_bytes(a, b) for a, b in zip(outs, expected, strict=True))
+    for out, right in zip(outs, expected, strict=True):
+        # Which of the many NaNs comes out is nobody's promise.
+        nan = right.float().isnan()
+        assert torch.equal(out.float().isnan(), nan)
+        zero = torch.zeros((), dtype=target)
+        assert same_bytes(out.where(~nan, zero), right.where(~nan, zero))
 
 
 PAIRS = [

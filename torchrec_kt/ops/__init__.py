@@ -1,7 +1,6 @@
 """Regroup as an operator on tensors. Needs torch alone."""
 
-import torch
-
+from . import _native
 from . import compat as _compat  # noqa: F401  registers the FBGEMM-shaped operators
 from .plan import RegroupPlan, UnknownKeyError
 from .regroup import regroup_values
@@ -10,9 +9,9 @@ __all__ = ["RegroupPlan", "UnknownKeyError", "has_cuda_kernel", "regroup_values"
 
 
 def has_cuda_kernel() -> bool:
-    """Whether tensors on a CUDA device are regrouped by a CUDA kernel of this package.
+    """Whether tensors on a CUDA device are regrouped by the CUDA kernel of this package.
 
-    Asks the dispatcher, so the answer is about what would run, not about what was built. Without
-    one, they take the pure torch path.
+    Loads the library if that has not been tried. Without it, or with ``TORCHREC_KT_PURE_TORCH=1`` in the
+    environment, they take the pure torch path.
     """
-    return torch._C._dispatch_has_kernel_for_dispatch_key("torchrec_kt::regroup", "CUDA")
+    return _native.has_kernel("cuda")

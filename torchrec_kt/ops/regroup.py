@@ -7,10 +7,10 @@ is a tensor of moves, rows of ``(in_tensor, out_tensor, in_offset, out_offset, l
 column, as FBGEMM's plans have, is ignored::
 
     torchrec_kt::regroup(Tensor[] values, Tensor moves, SymInt[] out_widths,
-                         int key_dim=1, ScalarType? dtype=None) -> Tensor[]
+                         int key_dim=1, ScalarType? dtype=None, bool transposed=False) -> Tensor[]
 
-Both apply a column map and differentiate by applying its transpose, so derivatives of every order
-exist.
+``transposed`` moves from outputs to inputs instead, as gradients go. Both apply a column map and
+differentiate by applying its transpose, so derivatives of every order exist.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
+from .kernel import compile_for_kernel
 from .plan import ColumnMap, RegroupPlan
 from .torch_impl import Program, TensorMeta, Tensors, accumulate_dtype, compile_map
 
@@ -324,7 +325,8 @@ class _Call:
         self.key_dim = check_values(values, column_map, key_dim)
         self.dtype = promoted_dtype(values, column_map.used_inputs) if dtype is None else dtype
         self.inputs = tuple(TensorMeta(tuple(v.shape), v.dtype, v.device) for v in values)
-        self.program: Program = compile_map(column_map, self.inputs, self.dtype, self.key_dim)
+        arguments = column_map, self.inputs, self.dtype, self.key_dim
+        self.program: Program = compile_for_kernel(*arguments) or compile_map(*arguments)
         first = self.inputs[column_map.used_inputs[0] if column_map.used_inputs else 0].shape
         self.out_shapes = [
             (*first[: self.key_dim], width, *first[self.key_dim + 1 :]) for width in column_map.out_widths
@@ -497,12 +499,17 @@ def batch_in_front(size: int, dims: Sequence[int | None], values: Sequence[Tenso
 
 LIBRARY = torch.library.Library("torchrec_kt", "DEF")
 LIBRARY.define(
-    "regroup(Tensor[] values, Tensor moves, SymInt[] out_widths, int key_dim=1, ScalarType? dtype=None) -> Tensor[]"
+    "regroup(Tensor[] values, Tensor moves, SymInt[] out_widths, int key_dim=1, ScalarType? dtype=None,"
+    " bool transposed=False) -> Tensor[]"
 )
 
 _MOVE_FIELDS = 5
 FBGEMM_FIELDS = 6
 _maps: dict[tuple[Any, ...], ColumnMap] = {}
+_contents: dict[tuple[Any, ...], tuple[int | None, bytes, Tensor | None]] = {}
+# Fields of a row of moves that a ColumnMap takes, and those with inputs and outputs in each other's place.
+_IN_ORDER = [0, 1, 2, 3, 4]
+_SWAPPED = [1, 0, 3, 2, 4]
 
 
 def moves_tensor(column_map: ColumnMap) -> Tensor:
@@ -522,7 +529,9 @@ def _new_moves(column_map: ColumnMap) -> Tensor:
     return rows.reshape(-1, _MOVE_FIELDS)
 
 
-def column_map_from_moves(moves: Tensor, in_widths: Sequence[int], out_widths: Sequence[int]) -> ColumnMap:
+def column_map_from_moves(
+    moves: Tensor, in_widths: Sequence[int], out_widths: Sequence[int], transposed: bool = False
+) -> ColumnMap:
     """The map that a tensor of moves describes, found by content or built and checked."""
     if not isinstance(moves, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  the dispatcher lets None in
         raise TypeError(f"the plan tensor is {moves!r}; expected an int32 tensor")
@@ -535,17 +544,39 @@ def column_map_from_moves(moves: Tensor, in_widths: Sequence[int], out_widths: S
             f"the plan tensor is {moves.dtype} of shape {tuple(moves.shape)}; expected int32 of shape "
             f"[moves, {_MOVE_FIELDS}] or [moves, {FBGEMM_FIELDS}]"
         )
-    rows = moves.detach().cpu().contiguous()
-    # By content, since a tensor can be changed in place; by its bytes, since that takes a microsecond.
-    content = ctypes.string_at(rows.data_ptr(), rows.numel() * 4) if rows.numel() else b""
-    key = (content, moves.shape[1], tuple(in_widths), tuple(out_widths))
+    key = (_content(moves), moves.shape[1], tuple(in_widths), tuple(out_widths), transposed)
     found = _maps.get(key)
     if found is None:
-        found = ColumnMap(rows[:, :_MOVE_FIELDS].tolist(), in_widths, out_widths)
+        rows = moves.detach().cpu()[:, _SWAPPED if transposed else _IN_ORDER]
+        found = ColumnMap(rows.tolist(), in_widths, out_widths)
         if len(_maps) >= _MAX_MAPS:
             _maps.clear()
         _maps[key] = found
     return found
+
+
+def _content(moves: Tensor) -> bytes:
+    """The bytes of a tensor of moves. By content, since a tensor can be changed in place."""
+    # A change of an inference tensor leaves no trace.
+    return _bytes(moves) if moves.device.type == "cpu" or moves.is_inference() else _bytes_once(moves)
+
+
+def _bytes_once(moves: Tensor) -> bytes:
+    """The bytes of a tensor on a device, copied to the host once: a copy has to wait for the device."""
+    key = (moves.device, moves.data_ptr(), moves.shape, moves.stride())
+    version, content, _ = _contents.get(key, (None, b"", None))
+    if version != moves._version:
+        content = _bytes(moves)
+        if len(_contents) >= _MAX_MAPS:
+            _contents.clear()
+        # The tensor is kept, so its address means nothing else as long as the entry is here.
+        _contents[key] = moves._version, content, moves.detach()
+    return content
+
+
+def _bytes(moves: Tensor) -> bytes:
+    rows = moves.detach().cpu().contiguous()
+    return ctypes.string_at(rows.data_ptr(), rows.numel() * 4) if rows.numel() else b""
 
 
 def _widths(shapes: Sequence[Sequence[int]], key_dim: int) -> list[int]:
@@ -570,9 +601,11 @@ def _regroup(
     out_widths: Sequence[int],
     key_dim: int = 1,
     dtype: torch.dtype | None = None,
+    transposed: bool = False,
 ) -> list[Tensor]:
     _check_out_widths(out_widths)
-    column_map = column_map_from_moves(moves, _widths([v.shape for v in values], key_dim), out_widths)
+    in_widths = _widths([v.shape for v in values], key_dim)
+    column_map = column_map_from_moves(moves, in_widths, out_widths, transposed)
     return _call_for(values, column_map, dtype or _common_dtype(values), key_dim).program(values)
 
 
@@ -582,8 +615,10 @@ def _regroup_old_vmap(
     out_widths: Sequence[int],
     key_dim: int = 1,
     dtype: torch.dtype | None = None,
+    transposed: bool = False,
 ) -> list[Tensor]:
-    column_map = column_map_from_moves(moves, _widths([v.shape for v in values], key_dim), out_widths)
+    in_widths = _widths([v.shape for v in values], key_dim)
+    column_map = column_map_from_moves(moves, in_widths, out_widths, transposed)
     return _composite(
         values, column_map, dtype or _common_dtype(values), check_values(values, column_map, key_dim)
     )
@@ -595,6 +630,7 @@ def _regroup_fake(
     out_widths: Sequence[int],
     key_dim: int = 1,
     dtype: torch.dtype | None = None,
+    transposed: bool = False,
 ) -> list[Tensor]:
     if moves.is_meta and not all(v.is_meta for v in values):
         raise ValueError("the plan tensor is on the meta device and the values are not; move it to theirs")
@@ -621,14 +657,20 @@ class _OperatorApply(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, moves: Tensor, out_widths: Sequence[int], key_dim: int, dtype: Any, *values: Tensor
+        ctx: Any,
+        moves: Tensor,
+        out_widths: Sequence[int],
+        key_dim: int,
+        dtype: Any,
+        transposed: bool,
+        *values: Tensor,
     ) -> tuple[Tensor, ...]:
         # Autograd is off in here, but outer torch.func levels still have to record the call.
         outer_levels = _recording_again() if _transforms_active() else nullcontext()
         with outer_levels, torch._C._AutoDispatchBelowAutograd():
-            outs = torch.ops.torchrec_kt.regroup(values, moves, out_widths, key_dim, dtype)
+            outs = torch.ops.torchrec_kt.regroup(values, moves, out_widths, key_dim, dtype, transposed)
         ctx.save_for_backward(moves)  # so that a change of it in between is noticed
-        ctx.arguments = moves, out_widths, key_dim
+        ctx.arguments = moves, out_widths, key_dim, transposed
         ctx.inputs = [TensorMeta(v.shape, v.dtype, v.device) for v in values]
         ctx.out_metas = [TensorMeta(o.shape, o.dtype, o.device) for o in outs]
         ctx.set_materialize_grads(False)
@@ -636,18 +678,19 @@ class _OperatorApply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        (moves,), key_dim = ctx.saved_tensors, ctx.arguments[2]
+        (moves,), (key_dim, transposed) = ctx.saved_tensors, ctx.arguments[2:]
         filled = [_zeros(*meta) if g is None else g for g, meta in zip(grads, ctx.out_metas)]
-        needs = ctx.needs_input_grad[4:]
+        needs = ctx.needs_input_grad[5:]
         dtypes = [meta.dtype for meta, need in zip(ctx.inputs, needs) if need]
         parts = torch.ops.torchrec_kt.regroup(
             filled,
-            moves[:, _SWAPPED],
+            moves,
             _widths([meta.shape for meta in ctx.inputs], key_dim),
             key_dim,
             _gradient_dtype(ctx.out_metas[0].dtype, dtypes),
+            not transposed,
         )
-        return (None,) * 4 + tuple(
+        return (None,) * 5 + tuple(
             (
                 _as_gradient(part, meta.dtype)
                 if part.shape == meta.shape
@@ -662,18 +705,15 @@ class _OperatorApply(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *arguments: Any) -> Any:
-        moves, out_widths, key_dim = ctx.arguments
-        tangents = [_zeros(*m) if t is None else t for t, m in zip(arguments[4:], ctx.inputs)]
+        moves, out_widths, key_dim, transposed = ctx.arguments
+        tangents = [_zeros(*m) if t is None else t for t, m in zip(arguments[5:], ctx.inputs)]
         dtype = ctx.out_metas[0].dtype if ctx.out_metas else None
-        return tuple(torch.ops.torchrec_kt.regroup(tangents, moves, out_widths, key_dim, dtype))
+        return tuple(torch.ops.torchrec_kt.regroup(tangents, moves, out_widths, key_dim, dtype, transposed))
 
 
 # Single-level, as generated autograd kernels are: a kernel runs beneath the torch.func machinery,
 # which autograd.Function.apply would enter a second time.
 _operator_apply = super(torch.autograd.Function, _OperatorApply).apply  # pyright: ignore
-
-_SWAPPED = [1, 0, 3, 2, 4]  # inputs and outputs of a move change places
-
 
 def _regroup_autograd(
     values: Sequence[Tensor],
@@ -681,13 +721,14 @@ def _regroup_autograd(
     out_widths: Sequence[int],
     key_dim: int = 1,
     dtype: torch.dtype | None = None,
+    transposed: bool = False,
 ) -> list[Tensor]:
     if _wants_autograd(values):
         # torch.func lets single-level functions run only when asked to.
         with enable_single_level_autograd_function() if _transforms_active() else nullcontext():
-            return list(_operator_apply(moves, out_widths, key_dim, dtype, *values))
+            return list(_operator_apply(moves, out_widths, key_dim, dtype, transposed, *values))
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.torchrec_kt.regroup(values, moves, out_widths, key_dim, dtype)
+        return torch.ops.torchrec_kt.regroup(values, moves, out_widths, key_dim, dtype, transposed)
 
 
 def _regroup_vmap(
@@ -698,12 +739,13 @@ def _regroup_vmap(
     out_widths: Sequence[int],
     key_dim: int = 1,
     dtype: torch.dtype | None = None,
+    transposed: bool = False,
 ) -> Any:
     if in_dims[1] is not None:
         raise ValueError("the plan tensor is batched by vmap; one plan serves the whole batch, close over it")
     batched = batch_in_front(info.batch_size, in_dims[0], values)
     front = key_dim if key_dim < 0 else key_dim + 1
-    outs = torch.ops.torchrec_kt.regroup(batched, moves, out_widths, front, dtype)
+    outs = torch.ops.torchrec_kt.regroup(batched, moves, out_widths, front, dtype, transposed)
     return outs, [0] * len(outs)
 
 

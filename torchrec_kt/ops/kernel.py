@@ -1,0 +1,233 @@
+"""The column map on the compiled kernel: encoding, upload, and the call.
+
+:func:`compile_for_kernel` makes the same kind of program as :mod:`torchrec_kt.ops.torch_impl` does. The
+kernel reads the map in an encoded form that it lists vector by vector; that form is made once per map
+and alignment, copied to the device once, and kept with the map. A call then copies nothing to the
+device and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from . import _native
+from .plan import ColumnMap
+from .torch_impl import Program, TensorMeta, Tensors
+
+__all__ = ["compile_for_kernel"]
+
+# In the order of kCasts in csrc/operator.cpp.
+_CASTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Sums and casts of complex numbers are those of their parts.
+_PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+# A vector is at most 16 bytes.
+_VECTOR_BYTES = 16
+# Dimensions after key_dim multiply the columns that the map lists. Beyond this, slices, which are then
+# long, are as good and need no map.
+_MAX_COLUMNS = 1 << 22
+# Tensors that one column can be the sum over: a launch reaches 112, the output among them.
+_MAX_TENSORS = 111
+# Variants of one map for tensors that are aligned differently.
+_MAX_VARIANTS = 32
+
+
+def compile_for_kernel(
+    column_map: ColumnMap, inputs: Sequence[TensorMeta], dtype: torch.dtype, key_dim: int
+) -> Program | None:
+    """Like :func:`torchrec_kt.ops.torch_impl.compile_map`; None where the kernel is not for this call.
+
+    Warns, once, about CUDA tensors for which there is no kernel.
+    """
+    used = column_map.used_inputs
+    if not used:
+        return None
+    first = inputs[used[0]]
+    if first.device.type == "cpu" and not _cpu_kernel:
+        return None
+    if not _native.has_kernel(first.device.type):
+        if first.device.type == "cuda":
+            _warn_once()
+        return None
+    rows, inner = math.prod(first.shape[:key_dim]), math.prod(first.shape[key_dim + 1 :])
+    width = sum(column_map.out_widths)
+    if rows * inner * width == 0 or (inner > 1 and width * inner > _MAX_COLUMNS):
+        return None
+    try:
+        common = functools.reduce(torch.promote_types, (inputs[i].dtype for i in used))
+    except RuntimeError:  # there is no such type, though there is one for the outputs
+        return None
+    arithmetic = common != dtype or column_map.max_fan_in > 1
+    parts = arithmetic and common in _PARTS and dtype in _PARTS
+    in_type, out_type = (_PARTS[common], _PARTS[dtype]) if parts else (common, dtype)
+    if arithmetic and not (in_type in _CASTS and out_type in _CASTS):
+        return None
+    if max(_tensors_per_column(column_map)) > _MAX_TENSORS:
+        return None
+    if common.itemsize not in (1, 2, 4, 8, 16) or str(common).startswith("torch.q"):
+        return None
+    return _Program(column_map, inputs, key_dim, rows, inner, common, dtype, in_type, out_type, parts)
+
+
+def _tensors_per_column(column_map: ColumnMap) -> Iterator[int]:
+    if column_map.max_fan_in <= _MAX_TENSORS:
+        yield column_map.max_fan_in
+    else:
+        for pieces in column_map.outputs:
+            for piece in pieces:
+                yield len({tensor for tensor, _ in piece.sources})
+
+
+# Whether tensors on the CPU take the kernel, which then is a host build of it: in checks.
+_cpu_kernel = False
+
+
+def _warn_once() -> None:
+    if _native.forced_pure_torch() or _warned:
+        return
+    _warned.append(True)
+    warnings.warn(
+        f"torchrec_kt regroups CUDA tensors in pure torch, which is slower than its CUDA kernel: "
+        f"{_native.why_not()}. Set {_native.PURE_TORCH_VARIABLE}=1 to choose this path without a warning",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+_warned: list[bool] = []
+
+
+class _Program:
+    """Applies one map to inputs of one set of shapes."""
+
+    __slots__ = (
+        "cast",
+        "column_map",
+        "common",
+        "convert",
+        "device",
+        "dtype",
+        "flat",
+        "in_type",
+        "max_log",
+        "out_shapes",
+        "parts",
+        "plain",
+        "rows",
+        "scale",
+        "used",
+        "variant",
+    )
+
+    def __init__(
+        self,
+        column_map: ColumnMap,
+        inputs: Sequence[TensorMeta],
+        key_dim: int,
+        rows: int,
+        inner: int,
+        common: torch.dtype,
+        dtype: torch.dtype,
+        in_type: torch.dtype,
+        out_type: torch.dtype,
+        parts: bool,
+    ) -> None:
+        self.column_map = column_map
+        self.used = column_map.used_inputs
+        metas = [inputs[i] for i in self.used]
+        self.device = metas[0].device
+        self.rows = rows
+        self.common = common
+        self.dtype = dtype
+        self.in_type = in_type
+        self.parts = parts
+        self.scale = inner * (2 if parts else 1)
+        self.cast = -1 if in_type == out_type else _CASTS.index(out_type)
+        self.max_log = (_VECTOR_BYTES // max(in_type.itemsize, out_type.itemsize)).bit_length() - 1
+        self.convert = any(meta.dtype != common for meta in metas)
+        self.flat = len(metas[0].shape) == 2 and key_dim == 1
+        self.plain = self.flat and not self.convert and not parts and len(self.used) == len(inputs)
+        before, after = metas[0].shape[:key_dim], metas[0].shape[key_dim + 1 :]
+        self.out_shapes = [(*before, width, *after) for width in column_map.out_widths]
+        # What freshly allocated inputs are; other alignments are met when they come.
+        widths = [meta.shape[key_dim] * self.scale for meta in metas]
+        self.variant = self._variant([self._log_of(0, width) for width in widths])
+
+    def __call__(self, values: Tensors) -> list[Tensor]:
+        operands = values if self.plain else self._operands(values)
+        outs = torch.ops.torchrec_kt._apply_map(operands, *self.variant, self.cast)
+        if not outs and self.out_shapes:
+            # A tensor starts or strides at an address that the vectors do not fit.
+            logs = [self._alignment(v) for v in operands]
+            outs = torch.ops.torchrec_kt._apply_map(operands, *self._variant(logs), self.cast)
+        if self.parts:
+            return [
+                torch.view_as_complex(out.view(*shape, 2)) for out, shape in zip(outs, self.out_shapes)
+            ]
+        return outs if self.flat else [out.view(shape) for out, shape in zip(outs, self.out_shapes)]
+
+    def _operands(self, values: Tensors) -> list[Tensor]:
+        """The inputs in use, ``[rows, columns]``, of one type that the kernel knows."""
+        operands = [values[i] for i in self.used]
+        if self.convert:
+            operands = [v.to(self.common) for v in operands]
+        if self.parts:
+            operands = [torch.view_as_real(v.resolve_conj()) for v in operands]
+        if self.flat and not self.parts:
+            return operands
+        return [v.reshape(self.rows, -1) for v in operands]
+
+    def _alignment(self, value: Tensor) -> int:
+        if value.stride(1) != 1:
+            return 0
+        return self._log_of(value.data_ptr() // self.in_type.itemsize, value.stride(0))
+
+    def _log_of(self, address: int, row_stride: int) -> int:
+        """log2 of the elements to which rows at this address and stride are aligned."""
+        bits = address | (row_stride if self.rows > 1 else 0)
+        lowest = (bits & -bits).bit_length() - 1 if bits else self.max_log
+        return min(lowest, self.max_log)
+
+    def _variant(self, in_logs: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The encoded map on the device, and its header."""
+        out_logs = [self._log_of(0, width * self.scale) for width in self.column_map.out_widths]
+        key = (self.device, self.scale, self.max_log, *in_logs, *out_logs)
+        variants = self.column_map.recipes.setdefault("kernel", {})
+        found = variants.get(key)
+        if found is None:
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "torchrec_kt meets this layout, batch alignment or device for the first time while a CUDA graph "
+                    "is captured, and has to copy its plan to the device first; run the model once before capture"
+                )
+            # Kept for every later call, so nothing of the context of this one may stick to it.
+            with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+                logs = torch.tensor([*in_logs, *out_logs], dtype=torch.int64, device="cpu")
+                encoded, header = torch.ops.torchrec_kt._encode_map(self._pieces(), logs, self.max_log)
+                found = encoded.to(self.device), header
+            if len(variants) >= _MAX_VARIANTS:
+                variants.clear()
+            variants[key] = found
+        return found
+
+    def _pieces(self) -> Tensor:
+        """The map in the form that ``encode`` in csrc/encode.h describes."""
+        scale = self.scale
+        place = {tensor: n for n, tensor in enumerate(self.used)}
+        out_widths = self.column_map.out_widths
+        numbers = [len(self.used), len(out_widths), *(width * scale for width in out_widths)]
+        for out, pieces in enumerate(self.column_map.outputs):
+            for piece in pieces:
+                numbers += (out, piece.start * scale, piece.length * scale, len(piece.sources))
+                numbers += itertools.chain.from_iterable(
+                    (place[tensor], offset * scale) for tensor, offset in piece.sources
+                )
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
