@@ -8,6 +8,7 @@ import sys
 import torch
 
 import torchrec_kt
+from torchrec_kt.ops import _native
 
 
 def test_report_names_versions_and_state() -> None:
@@ -20,7 +21,7 @@ def test_report_names_versions_and_state() -> None:
     assert told["torch"].startswith(torch.__version__)
     assert told["torchrec"].startswith("1.")
     assert "fbgemm-gpu-cpu" in told["fbgemm"]
-    assert "pure torch" in told["cuda kernel"]
+    assert told["cuda kernel"] == _native.report()
     assert told["huge pages"]
 
 

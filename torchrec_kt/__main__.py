@@ -9,7 +9,7 @@ from importlib import metadata
 import torch
 
 from . import __version__
-from .ops import has_cuda_kernel
+from .ops import _native
 from .ops._memory import huge_pages
 
 __all__ = ["main", "report"]
@@ -25,7 +25,7 @@ def report() -> str:
         "cuda": _cuda(),
         "torchrec": _import("torchrec", "torchrec"),
         "fbgemm": _import("fbgemm_gpu", "fbgemm-gpu-cpu", "fbgemm-gpu"),
-        "cuda kernel": "built in" if has_cuda_kernel() else "none; CUDA tensors take the pure torch path",
+        "cuda kernel": _native.report(),
         "huge pages": huge_pages(),
     }
     width = max(map(len, lines))

@@ -57,7 +57,7 @@ def _load() -> _Outcome:
     try:
         torch.ops.load_library(path)
     except Exception as error:  # whatever the loader says is what the user has to see
-        return _Outcome(path, f"{path} does not load: {error}")
+        return _Outcome(path, f"{path} does not load: {error.__cause__ or error}")
     return _Outcome(path, None)
 
 
@@ -95,4 +95,6 @@ def why_not() -> str:
 def report() -> str:
     """One line for a bug report."""
     reason = load()
-    return f"none, {reason}" if reason else f"loaded from {_outcome.path if _outcome else None}"
+    if reason is None:
+        return f"loaded from {_outcome.path if _outcome else None}"
+    return f"none, CUDA tensors take the pure torch path: {reason}"

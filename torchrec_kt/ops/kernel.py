@@ -169,9 +169,7 @@ class _Program:
             logs = [self._alignment(v) for v in operands]
             outs = torch.ops.torchrec_kt._apply_map(operands, *self._variant(logs), self.cast)
         if self.parts:
-            return [
-                torch.view_as_complex(out.view(*shape, 2)) for out, shape in zip(outs, self.out_shapes)
-            ]
+            return [torch.view_as_complex(out.view(*shape, 2)) for out, shape in zip(outs, self.out_shapes)]
         return outs if self.flat else [out.view(shape) for out, shape in zip(outs, self.out_shapes)]
 
     def _operands(self, values: Tensors) -> list[Tensor]:

@@ -715,6 +715,7 @@ class _OperatorApply(torch.autograd.Function):
 # which autograd.Function.apply would enter a second time.
 _operator_apply = super(torch.autograd.Function, _OperatorApply).apply  # pyright: ignore
 
+
 def _regroup_autograd(
     values: Sequence[Tensor],
     moves: Tensor,

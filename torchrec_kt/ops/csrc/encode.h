@@ -56,7 +56,7 @@ class Reader {
 // The header stays on the host:
 //
 //   n_in, n_out, map_words, has_sums, widths[n_out], needed columns[n_in], n_launches,
-//   then, for each launch: map_begin, map_words, n_slots, n_segments,
+//   then, for each launch: map_begin (in pairs of words), map_words, n_slots, n_segments,
 //     slots:    tensor (inputs first, then outputs), window, alignment (log2 of elements)
 //     segments: kind, log2 of elements, begin, count
 struct Encoded {
@@ -224,7 +224,7 @@ class Encoder {
     lists_.clear();
     if (map_.size() % 2) map_.push_back(0);  // entries are read as pairs of words
     const int64_t fields[] = {
-        static_cast<int64_t>(begin),
+        static_cast<int64_t>(begin / 2),
         static_cast<int64_t>(words),
         static_cast<int64_t>(slots_.size()),
         n_segments};

@@ -57,7 +57,7 @@ struct Segment {
 // Travels by value in the kernel's parameters, so that a call needs neither a copy to the device nor
 // a pinned buffer that a captured graph would read again on replay. 4 KB, the limit of every toolkit.
 struct Params {
-  const uint32_t* map;  // of this launch: pairs (source, destination), then the lists of sums
+  const uint32_t* map;  // of this launch: pairs (source, destination), then the lists of sums; 8-byte aligned
   uint32_t map_words;
   uint32_t n_slots;
   uint32_t n_segments;
@@ -120,7 +120,7 @@ TRKT_HD Bytes<kBytes> load(const char* from) {
 }
 
 template <int kBytes>
-TRKT_HD void store(char* to, const Bytes<kBytes>& value) {
+TRKT_HD void store(char* to, [[maybe_unused]] const Bytes<kBytes>& value) {
 #if defined(TORCHREC_KT_OBSERVE)
   observe(to, kBytes, true);
 #else
@@ -277,13 +277,14 @@ TRKT_HD void unpack(const Bytes<kElements * static_cast<int>(sizeof(T))>& packed
   memcpy(elements, &packed, sizeof(elements));
 }
 
-// Sums, in the order of the list, of `count` sources; a cast if there is one.
+// Sums of a first source and others, in this order; a cast where there are no others.
 template <class In, class Out, int kElements>
 TRKT_HD void sum_rows(
     const Params& params,
     int log_elements,
-    const uint32_t* sources,
-    uint32_t count,
+    uint32_t first,
+    const uint32_t* others,
+    uint32_t n_others,
     Cursor to,
     int64_t row,
     int64_t rows) {
@@ -296,9 +297,9 @@ TRKT_HD void sum_rows(
   for (; rows > 0; rows -= kRows, row += kRows) {
     Acc sum[kRows][kElements];
     TRKT_NO_UNROLL
-    for (uint32_t k = 0; k < count; ++k) {
+    for (uint32_t k = 0; k <= n_others; ++k) {
       Cursor from;
-      if (!locate(params, log_elements, kInBytes, sources[k], row, from)) return;
+      if (!locate(params, log_elements, kInBytes, k == 0 ? first : others[k - 1], row, from)) return;
       Bytes<kInBytes> held[kRows];
       TRKT_UNROLL
       for (int i = 0; i < kRows; ++i) {
@@ -333,7 +334,8 @@ TRKT_HD void sum_rows(
 // --- kernels: what happens to a vector, by its length -------------------------------------------------
 
 struct Work {
-  const uint32_t* entry;  // (source, destination)
+  uint32_t source;
+  uint32_t destination;
   Kind kind;
   int log_elements;
   int64_t row;
@@ -345,10 +347,10 @@ struct CopyKernel {
   template <int kBytes>
   static TRKT_HD void move(const Params& params, const Work& work) {
     Cursor to, from;
-    if (!locate(params, work.log_elements, kBytes, work.entry[1], work.row, to)) return;
+    if (!locate(params, work.log_elements, kBytes, work.destination, work.row, to)) return;
     if (work.kind == kZero) {
       zero_rows<kBytes>(to, work.rows);
-    } else if (locate(params, work.log_elements, kBytes, work.entry[0], work.row, from)) {
+    } else if (locate(params, work.log_elements, kBytes, work.source, work.row, from)) {
       copy_rows<kBytes>(from, to, work.rows);
     }
   }
@@ -374,24 +376,27 @@ struct SumKernel {
     constexpr int kOutBytes = kElements * static_cast<int>(sizeof(Out));
     if constexpr (kInBytes <= 16 && kOutBytes <= 16) {
       Cursor to;
-      if (!locate(params, work.log_elements, kOutBytes, work.entry[1], work.row, to)) return;
+      if (!locate(params, work.log_elements, kOutBytes, work.destination, work.row, to)) return;
       if (work.kind == kZero) return zero_rows<kOutBytes>(to, work.rows);
-      const uint32_t* sources = work.entry;
-      uint32_t count = 1;
+      uint32_t first = work.source;
+      const uint32_t* others = nullptr;
+      uint32_t n_others = 0;
       if (work.kind == kSum) {  // the source is the place of a list: length, references
-        const uint32_t place = work.entry[0];
-        if (place >= params.map_words) return;
-        count = params.map[place];
-        if (count == 0 || count >= params.map_words - place) return;
-        sources = params.map + place + 1;
+        const uint32_t place = work.source;
+        if (place >= params.map_words || params.map_words - place < 2) return;
+        const uint32_t* list = params.map + place;
+        if (list[0] == 0 || list[0] >= params.map_words - place) return;
+        first = list[1];
+        others = list + 2;
+        n_others = list[0] - 1;
       } else if constexpr (std::is_same<In, Out>::value) {
         Cursor from;
-        if (locate(params, work.log_elements, kInBytes, work.entry[0], work.row, from)) {
+        if (locate(params, work.log_elements, kInBytes, work.source, work.row, from)) {
           copy_rows<kOutBytes>(from, to, work.rows);
         }
         return;
       }
-      sum_rows<In, Out, kElements>(params, work.log_elements, sources, count, to, work.row, work.rows);
+      sum_rows<In, Out, kElements>(params, work.log_elements, first, others, n_others, to, work.row, work.rows);
     }
   }
 
@@ -419,9 +424,12 @@ TRKT_HD void run(const Params& params, uint32_t block, uint32_t thread) {
   const uint32_t vector = linear - tile * segment.count;
   const int64_t row = int64_t{tile} * params.tile_rows;
   if (row >= params.rows) return;
+  // Both words at once: the rest waits for them.
+  const auto entry = reinterpret_cast<const Bytes<8>*>(params.map)[uint64_t{segment.begin} + vector];
   Work work;
+  work.source = entry.x;
+  work.destination = entry.y;
   work.log_elements = segment.log_elements;
-  work.entry = params.map + 2 * (uint64_t{segment.begin} + vector);
   work.kind = segment.kind;
   work.row = row;
   work.rows = params.rows - row < params.tile_rows ? params.rows - row : int64_t{params.tile_rows};

@@ -98,7 +98,7 @@ inline int64_t next_launch(
     const TensorView* tensors,
     const Shape& shape,
     Params& params) {
-  const int64_t begin = reader.next(0, header.map_words, "start of a launch's map");
+  const int64_t begin = 2 * reader.next(0, header.map_words / 2, "start of a launch's map");
   const int64_t words = reader.next(0, header.map_words - begin, "words of a launch's map");
   params.n_slots = static_cast<uint32_t>(reader.next(0, kMaxSlots, "slots of a launch"));
   params.n_segments = static_cast<uint32_t>(reader.next(0, kMaxSegments, "segments of a launch"));

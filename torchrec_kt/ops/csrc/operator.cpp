@@ -104,6 +104,9 @@ std::vector<Tensor> apply(const std::vector<Tensor>& values, Tensor map, const T
   if (map.dtype() != kInt32 || map.dim() != 1 || !map.is_contiguous() || map.numel() != header.map_words) {
     fail("the map must be a contiguous int32 tensor of one dimension, as long as its header says");
   }
+  if (reinterpret_cast<uintptr_t>(map.data()) % 8 != 0) {
+    fail("the map must start at a multiple of 8 bytes");
+  }
   if (map.device_type() != device_type || map.device_index() != device) {
     fail("the map must be on the device of the tensors");
   }
