@@ -6,10 +6,14 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torchrec.sparse.jagged_tensor import KeyedTensor
+
+from ..ops import RegroupPlan
+
+if TYPE_CHECKING:  # the operators are measured on machines without TorchRec, too
+    from torchrec.sparse.jagged_tensor import KeyedTensor
 
 __all__ = ["Workload", "function_workloads"]
 
@@ -38,12 +42,19 @@ class Workload:
         return sum(map(len, self.groups))
 
     @property
+    def plan(self) -> RegroupPlan:
+        """The plan, for the operators."""
+        return RegroupPlan.build(layouts=list(zip(self.keys, self.widths)), groups=self.groups)
+
+    @property
     def megabytes(self) -> float:
         """Size of the inputs."""
         return self.batch * sum(map(sum, self.widths)) * self.dtype.itemsize / 1e6
 
     def keyed_tensors(self, requires_grad: bool, batch: int | None = None) -> list[KeyedTensor]:
         """Fresh random inputs; the same ones on every call."""
+        from torchrec.sparse.jagged_tensor import KeyedTensor
+
         generator = torch.Generator().manual_seed(0)
         rows = self.batch if batch is None else batch
         return [

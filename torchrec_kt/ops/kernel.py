@@ -9,7 +9,6 @@ device and waits for nothing.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from . import _native
 from .plan import ColumnMap
 from .torch_impl import Program, TensorMeta, Tensors
 
-__all__ = ["compile_for_kernel"]
+__all__ = ["compile_for_kernel", "encoder_input"]
 
 # In the order of kCasts in csrc/operator.cpp.
 _CASTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -30,7 +29,7 @@ _CASTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 # A vector is at most 16 bytes.
-_VECTOR_BYTES = 16
+VECTOR_BYTES = 16
 # Dimensions after key_dim multiply the columns that the map lists. Beyond this, slices, which are then
 # long, are as good and need no map.
 _MAX_COLUMNS = 1 << 22
@@ -151,7 +150,7 @@ class _Program:
         self.parts = parts
         self.scale = inner * (2 if parts else 1)
         self.cast = -1 if in_type == out_type else _CASTS.index(out_type)
-        self.max_log = (_VECTOR_BYTES // max(in_type.itemsize, out_type.itemsize)).bit_length() - 1
+        self.max_log = (VECTOR_BYTES // max(in_type.itemsize, out_type.itemsize)).bit_length() - 1
         self.convert = any(meta.dtype != common for meta in metas)
         self.flat = len(metas[0].shape) == 2 and key_dim == 1
         self.plain = self.flat and not self.convert and not parts and len(self.used) == len(inputs)
@@ -209,23 +208,27 @@ class _Program:
             # Kept for every later call, so nothing of the context of this one may stick to it.
             with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
                 logs = torch.tensor([*in_logs, *out_logs], dtype=torch.int64, device="cpu")
-                encoded, header = torch.ops.torchrec_kt._encode_map(self._pieces(), logs, self.max_log)
+                pieces = torch.tensor(
+                    encoder_input(self.column_map, self.scale), dtype=torch.int64, device="cpu"
+                )
+                encoded, header = torch.ops.torchrec_kt._encode_map(pieces, logs, self.max_log)
                 found = encoded.to(self.device), header
             if len(variants) >= _MAX_VARIANTS:
                 variants.clear()
             variants[key] = found
         return found
 
-    def _pieces(self) -> Tensor:
-        """The map in the form that ``encode`` in csrc/encode.h describes."""
-        scale = self.scale
-        place = {tensor: n for n, tensor in enumerate(self.used)}
-        out_widths = self.column_map.out_widths
-        numbers = [len(self.used), len(out_widths), *(width * scale for width in out_widths)]
-        for out, pieces in enumerate(self.column_map.outputs):
-            for piece in pieces:
-                numbers += (out, piece.start * scale, piece.length * scale, len(piece.sources))
-                numbers += itertools.chain.from_iterable(
-                    (place[tensor], offset * scale) for tensor, offset in piece.sources
-                )
-        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+def encoder_input(column_map: ColumnMap, scale: int = 1) -> list[int]:
+    """The map in the form that ``encode`` in csrc/encode.h describes.
+
+    Inputs that the map does not use are left out; every column counts ``scale`` times.
+    """
+    place = {tensor: n for n, tensor in enumerate(column_map.used_inputs)}
+    numbers = [len(place), len(column_map.out_widths), *(width * scale for width in column_map.out_widths)]
+    for out, pieces in enumerate(column_map.outputs):
+        for piece in pieces:
+            numbers += (out, piece.start * scale, piece.length * scale, len(piece.sources))
+            for tensor, offset in piece.sources:
+                numbers += (place[tensor], offset * scale)
+    return numbers

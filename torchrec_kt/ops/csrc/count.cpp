@@ -33,7 +33,7 @@ struct Counts {
   int64_t load_requests, store_requests;  // instructions of a warp
   int64_t load_sectors, store_sectors;    // of 32 bytes, that those requests ask for
   int64_t load_needed, store_needed;      // sectors that the runs of bytes moved lie in, each counted once a warp
-  int64_t map_bytes;
+  int64_t map_bytes;                      // read by threads; lists of sums are not counted
 };
 
 int64_t distinct_sectors(std::vector<uint64_t>& sectors) {
@@ -87,14 +87,17 @@ void observe(const void* address, int bytes, bool store) {
 
 }  // namespace torchrec_kt
 
-// Every `stride`-th block of the launches of an encoded map. `tensors`: address, columns, row stride and
-// column stride (elements) of each input, then each output; the addresses are never read. Element types as
-// in backend.h. Returns the number of fields of `counts`, or -1.
+// Every `stride`-th block of the launches of a map. `pieces`, `alignment` and `max_log` are what `encode`
+// takes; `widths` are the columns of each input, then each output, all rows being next to each other.
+// Element types as in backend.h. Fills in `counts`, in the order of the fields above, and the bytes of the
+// map last; returns how many, or -1.
 extern "C" __attribute__((visibility("default"))) int count_traffic(
-    const int64_t* header_words,
-    int64_t n_header_words,
-    const uint32_t* map,
-    const int64_t* tensors,
+    const int64_t* pieces,
+    int64_t n_pieces,
+    const int64_t* alignment,
+    int64_t n_tensors,
+    int max_log,
+    const int64_t* widths,
     int64_t rows,
     int in,
     int out,
@@ -105,16 +108,20 @@ extern "C" __attribute__((visibility("default"))) int count_traffic(
     int64_t* counts) {
   using namespace torchrec_kt;
   try {
-    Reader reader(header_words, static_cast<size_t>(n_header_words), "header");
+    const Encoded encoded = encode(
+        Reader(pieces, static_cast<size_t>(n_pieces), "pieces"),
+        Reader(alignment, static_cast<size_t>(n_tensors), "alignment"),
+        max_log);
+    Reader reader(encoded.header.data(), encoded.header.size(), "header");
     const Header header = read_header(reader);
     std::vector<TensorView> views;
-    for (int64_t t = 0; t < header.n_in + header.n_out; ++t, tensors += 4) {
-      views.push_back({reinterpret_cast<char*>(tensors[0]), tensors[1], tensors[2], tensors[3]});
+    for (int64_t t = 0; t < n_tensors; ++t) {  // far apart, and never read
+      views.push_back({reinterpret_cast<char*>((t + 1) << 42), widths[t], widths[t], 1});
     }
     Counts total{};
     int64_t met = 0;
     const bool aligned = for_each_launch(
-        reader, header, map, views.data(), {rows, in_bytes, out_bytes, resident_threads},
+        reader, header, encoded.map.data(), views.data(), {rows, in_bytes, out_bytes, resident_threads},
         [&](const Params& params, uint32_t blocks) {
           backend::with_kernel(
               static_cast<backend::Element>(in), static_cast<backend::Element>(out), [&](auto kernel) {
@@ -128,9 +135,9 @@ extern "C" __attribute__((visibility("default"))) int count_traffic(
         });
     if (!aligned) throw std::invalid_argument("the tensors are not aligned as the map takes for granted");
     const int64_t fields[] = {
-        total.threads,        total.idle_threads,  total.load_bytes,   total.store_bytes,
-        total.load_requests,  total.store_requests, total.load_sectors, total.store_sectors,
-        total.load_needed,    total.store_needed,  total.map_bytes};
+        total.threads,       total.idle_threads,   total.load_bytes,   total.store_bytes,
+        total.load_requests, total.store_requests, total.load_sectors, total.store_sectors,
+        total.load_needed,   total.store_needed,   total.map_bytes,    int64_t{4} * header.map_words};
     std::copy(std::begin(fields), std::end(fields), counts);
     return static_cast<int>(std::size(fields));
   } catch (const std::exception& error) {
