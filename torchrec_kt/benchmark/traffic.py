@@ -137,7 +137,7 @@ class Counter:
             raise RuntimeError("the counting build failed; its message is on the standard error stream")
         copied = sum(move.length for move in column_map.moves)
         moved = rows * (copied * source.itemsize + sum(column_map.out_widths) * target.itemsize)
-        return Traffic(*counts, moved)
+        return Traffic._make([*counts, moved])
 
 
 @contextmanager
@@ -173,9 +173,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="workloads whose name holds this word")
     parser.add_argument("--library", type=Path, help="compiled CUDA library to read instructions from")
     arguments = parser.parse_args()
-    table = Table(
-        "Workload", "", "Loads", "Stores", "Full", "Map", "Idle", title="Sectors, % (map: % of bytes)"
-    )
+    table = Table("Workload", "%", "Loads", "Stores", "Full", "Map", "Read", "Idle")
     with counter() as count:
         for name, workload in function_workloads().items():
             if arguments.only not in name:

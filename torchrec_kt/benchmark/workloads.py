@@ -15,7 +15,7 @@ from ..ops import RegroupPlan
 if TYPE_CHECKING:  # the operators are measured on machines without TorchRec, too
     from torchrec.sparse.jagged_tensor import KeyedTensor
 
-__all__ = ["Workload", "function_workloads"]
+__all__ = ["Workload", "function_workloads", "operator_workloads"]
 
 
 @dataclass(frozen=True)
@@ -72,16 +72,43 @@ class Workload:
 @cache
 def function_workloads() -> dict[str, Workload]:
     """Every function-level workload by name."""
-    text = resources.files("torchrec_kt.benchmark").joinpath("workloads.json").read_text()
-    return {entry["name"]: _workload(entry) for entry in json.loads(text)["function"]}
+    return {entry["name"]: _workload(entry) for entry in _read()["function"]}
 
 
-def _workload(entry: dict[str, Any]) -> Workload:
-    widths: list[list[int]] = entry.get("widths") or [[width] * count for count, width in entry["kts"]]
+@cache
+def operator_workloads() -> dict[str, Workload]:
+    """Every operator-level workload by name; their groups are numbers of keys."""
+    found: dict[str, Workload] = {}
+    for entry in _read()["operator"]:
+        groups = [[f"f{n}" for n in group] for group in entry["groups"]]
+        found[entry["name"]] = Workload(
+            entry["name"],
+            entry["batch"],
+            _names(entry["widths"]),
+            entry["widths"],
+            groups,
+            torch.float32,
+            None,
+            "",
+        )
+    return found
+
+
+def _read() -> dict[str, Any]:
+    return json.loads(resources.files("torchrec_kt.benchmark").joinpath("workloads.json").read_text())
+
+
+def _names(widths: list[list[int]]) -> list[list[str]]:
     keys: list[list[str]] = []
     for row in widths:
         first = sum(map(len, keys))
         keys.append([f"f{first + n}" for n in range(len(row))])
+    return keys
+
+
+def _workload(entry: dict[str, Any]) -> Workload:
+    widths: list[list[int]] = entry.get("widths") or [[width] * count for count, width in entry["kts"]]
+    keys = _names(widths)
     every = [key for row in keys for key in row]
     used = every[entry.get("skip", 0) :]
     count = entry["groups"]
