@@ -158,7 +158,10 @@ def test_operator_with_moves_on_the_device(values: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_compiled(values: list[Tensor], mode: str | None) -> None:
-    compiled = torch.compile(lambda *v: regroup_values(list(v), PLAN), fullgraph=True, mode=mode)
+    def regrouped(*inputs: Tensor) -> list[Tensor]:
+        return regroup_values(inputs, PLAN)
+
+    compiled = torch.compile(regrouped, fullgraph=True, mode=mode)
     grads = [torch.randn_like(out) for out in expected(values)]
     for _ in range(4):
         torch.compiler.cudagraph_mark_step_begin()
