@@ -37,7 +37,9 @@ struct Slot {
   int64_t row_stride;     // bytes
   int64_t column_stride;  // bytes; only vectors of one element heed it
   uint32_t columns;       // elements within reach
-  uint32_t unused;
+  int8_t load_log;        // log2 of the elements in the longest vector that may be read; -1: none
+  int8_t store_log;       // the same for writing
+  uint16_t unused;
 };
 
 enum Kind : uint8_t { kZero = 0, kCopy = 1, kSum = 2 };
@@ -228,14 +230,16 @@ struct Cursor {
   int64_t row_stride;
 };
 
-// False where the reference leaves the tensor, which no map of this library does: nothing is read or
-// written then, whatever the map holds.
+// False where the reference leaves the tensor, or the vector is not one for it, which no map of this
+// library does: nothing is read or written then, whatever the map holds.
+template <bool kStore>
 TRKT_HD bool locate(
     const Params& params, int log_elements, int vector_bytes, uint32_t reference, int64_t row, Cursor& cursor) {
   const uint32_t index = reference >> kSlotShift;
   const uint32_t offset = reference & kOffsetMask;
   if (index >= params.n_slots) return false;
   const Slot& slot = params.slots[index];
+  if (log_elements > (kStore ? slot.store_log : slot.load_log)) return false;
   if ((uint64_t{offset} + 1) << log_elements > slot.columns) return false;
   // Columns may be any distance from each other where a vector is a single one.
   const int64_t step = log_elements == 0 ? slot.column_stride : vector_bytes;
@@ -299,7 +303,7 @@ TRKT_HD void sum_rows(
     TRKT_NO_UNROLL
     for (uint32_t k = 0; k <= n_others; ++k) {
       Cursor from;
-      if (!locate(params, log_elements, kInBytes, k == 0 ? first : others[k - 1], row, from)) return;
+      if (!locate<false>(params, log_elements, kInBytes, k == 0 ? first : others[k - 1], row, from)) return;
       Bytes<kInBytes> held[kRows];
       TRKT_UNROLL
       for (int i = 0; i < kRows; ++i) {
@@ -347,10 +351,10 @@ struct CopyKernel {
   template <int kBytes>
   static TRKT_HD void move(const Params& params, const Work& work) {
     Cursor to, from;
-    if (!locate(params, work.log_elements, kBytes, work.destination, work.row, to)) return;
+    if (!locate<true>(params, work.log_elements, kBytes, work.destination, work.row, to)) return;
     if (work.kind == kZero) {
       zero_rows<kBytes>(to, work.rows);
-    } else if (locate(params, work.log_elements, kBytes, work.source, work.row, from)) {
+    } else if (locate<false>(params, work.log_elements, kBytes, work.source, work.row, from)) {
       copy_rows<kBytes>(from, to, work.rows);
     }
   }
@@ -376,7 +380,7 @@ struct SumKernel {
     constexpr int kOutBytes = kElements * static_cast<int>(sizeof(Out));
     if constexpr (kInBytes <= 16 && kOutBytes <= 16) {
       Cursor to;
-      if (!locate(params, work.log_elements, kOutBytes, work.destination, work.row, to)) return;
+      if (!locate<true>(params, work.log_elements, kOutBytes, work.destination, work.row, to)) return;
       if (work.kind == kZero) return zero_rows<kOutBytes>(to, work.rows);
       uint32_t first = work.source;
       const uint32_t* others = nullptr;
@@ -391,7 +395,7 @@ struct SumKernel {
         n_others = list[0] - 1;
       } else if constexpr (std::is_same<In, Out>::value) {
         Cursor from;
-        if (locate(params, work.log_elements, kInBytes, work.source, work.row, from)) {
+        if (locate<false>(params, work.log_elements, kInBytes, work.source, work.row, from)) {
           copy_rows<kOutBytes>(from, to, work.rows);
         }
         return;

@@ -2,6 +2,7 @@
 // sizes. No torch, no CUDA runtime; the same on the device and in the host build.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -33,7 +34,7 @@ inline Header read_header(Reader& reader) {
   Header header;
   header.n_in = reader.next(0, static_cast<int64_t>(reader.left()), "number of inputs");
   header.n_out = reader.next(0, static_cast<int64_t>(reader.left()), "number of outputs");
-  header.map_words = reader.next(0, INT64_MAX, "size of the map");
+  header.map_words = reader.next(0, INT32_MAX, "size of the map");
   header.has_sums = reader.next(0, 1, "whether there are sums") != 0;
   header.out_widths = reader.take(static_cast<size_t>(header.n_out));
   header.needed = reader.take(static_cast<size_t>(header.n_in));
@@ -120,6 +121,8 @@ inline int64_t next_launch(
     slot.row_stride = view.row_stride * item_bytes;
     slot.column_stride = view.column_stride * item_bytes;
     slot.data = slot.columns ? view.data + window * kWindow * slot.column_stride : nullptr;
+    slot.load_log = static_cast<int8_t>(tensor < header.n_in ? log : -1);
+    slot.store_log = static_cast<int8_t>(tensor < header.n_in ? -1 : log);
     slot.unused = 0;
   }
   int64_t vectors = 0;
@@ -132,6 +135,10 @@ inline int64_t next_launch(
     segment.unused = 0;
     set_division(segment);
     vectors += segment.count;
+  }
+  // No outputs hold that many elements, so only a header that isn't theirs comes here.
+  if (shape.rows > (int64_t{1} << 60) / std::max<int64_t>(vectors, 1)) {
+    throw std::invalid_argument("header: more vectors than any tensor has");
   }
   params.tile_rows = tile_rows(shape.rows, vectors, shape.resident_threads);
   const int64_t tiles = (shape.rows + params.tile_rows - 1) / params.tile_rows;

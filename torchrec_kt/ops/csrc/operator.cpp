@@ -135,7 +135,9 @@ std::vector<Tensor> apply(const std::vector<Tensor>& values, Tensor map, const T
     if (value.dtype() != in_dtype || value.device_type() != device_type || value.device_index() != device) {
       fail("tensor " + std::to_string(i) + " differs from tensor 0 in type or device");
     }
-    views.push_back({value.data(), value.sizes()[1], shape.rows == 1 ? 0 : value.strides()[0], value.strides()[1]});
+    // The stride of a dimension of one can be any number.
+    const int64_t row_stride = shape.rows == 1 ? 0 : value.strides()[0];
+    views.push_back({value.data(), value.sizes()[1], row_stride, value.sizes()[1] == 1 ? 1 : value.strides()[1]});
   }
 
   std::optional<shims::DeviceGuard> guard;

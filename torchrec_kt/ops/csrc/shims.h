@@ -78,7 +78,10 @@ class Tensor {
   static Tensor empty(const std::vector<int64_t>& sizes, int32_t dtype, int32_t device_type, int32_t device) {
     std::vector<int64_t> strides(sizes.size());
     int64_t step = 1;
-    for (size_t d = sizes.size(); d-- > 0; step *= sizes[d] > 1 ? sizes[d] : 1) strides[d] = step;
+    for (size_t d = sizes.size(); d-- > 0;) {
+      strides[d] = step;
+      if (d > 0 && sizes[d] > 1) step *= sizes[d];
+    }
     AtenTensorOpaque* handle = nullptr;
     check(
         aoti_torch_empty_strided(

@@ -1,0 +1,46 @@
+"""The builds that the tests in this folder share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.kernel import building
+
+
+@pytest.fixture(scope="session")
+def host_library() -> Path:
+    """The kernel on the host, with sanitizers."""
+    folder = building.build("host", TORCHREC_KT_CUDA="OFF", TORCHREC_KT_HOST="ON")
+    return folder / "torchrec_kt_host.so"
+
+
+@pytest.fixture(scope="session")
+def plain_host_library() -> Path:
+    """The kernel on the host, without."""
+    folder = building.build(
+        "plain", TORCHREC_KT_CUDA="OFF", TORCHREC_KT_HOST="ON", TORCHREC_KT_SANITIZE=""
+    )
+    return folder / "torchrec_kt_host.so"
+
+
+@pytest.fixture(scope="session")
+def needs_nvcc() -> None:
+    if building.nvcc() is None:
+        reason = "there is no CUDA compiler: put nvcc on the PATH or its path into CUDACXX"
+        if os.environ.get(building.NEED_NVCC):
+            pytest.fail(reason)
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def cuda_build(needs_nvcc: None) -> Path:
+    """Folder of the CUDA library for every architecture."""
+    return building.build("cuda", TORCHREC_KT_CUDA="ON")
+
+
+@pytest.fixture(scope="session")
+def cuda_library(cuda_build: Path) -> Path:
+    return cuda_build / "torchrec_kt_cuda.so"
