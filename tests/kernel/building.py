@@ -44,7 +44,9 @@ def run(
         errors="replace",
         timeout=timeout,
     )
-    assert not check or done.returncode == 0, f"{command} exits with {done.returncode}:\n{done.stdout[-6000:]}"
+    assert not check or done.returncode == 0, (
+        f"{command} exits with {done.returncode}:\n{done.stdout[-6000:]}"
+    )
     return done
 
 

@@ -20,9 +20,7 @@ def host_library() -> Path:
 @pytest.fixture(scope="session")
 def plain_host_library() -> Path:
     """The kernel on the host, without."""
-    folder = building.build(
-        "plain", TORCHREC_KT_CUDA="OFF", TORCHREC_KT_HOST="ON", TORCHREC_KT_SANITIZE=""
-    )
+    folder = building.build("plain", TORCHREC_KT_CUDA="OFF", TORCHREC_KT_HOST="ON", TORCHREC_KT_SANITIZE="")
     return folder / "torchrec_kt_host.so"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,9 @@ from tests.reference import (
     apply_moves,
     assert_independent,
     assert_same,
+    conjugate_view,
     distinct,
+    negative_view,
     poison,
     random_bits,
     random_values,
@@ -125,9 +127,7 @@ def test_sums_and_casts_of_strides(dtype: torch.dtype, target: torch.dtype, name
     column_map = ColumnMap(moves, IN_WIDTHS, OUT_WIDTHS)
     for rows in (1, 3, 19):
         values = [STRIDES[name](distinct((rows, w), dtype)) for w in IN_WIDTHS]
-        expected = apply_moves(
-            values, moves, OUT_WIDTHS, key_dim=1, dtype=target, sum_dtype=torch.float64
-        )
+        expected = apply_moves(values, moves, OUT_WIDTHS, key_dim=1, dtype=target, sum_dtype=torch.float64)
         poison(*expected, copies=2)
         assert_same(apply(values, column_map, target), expected)
 
@@ -176,7 +176,12 @@ def test_more_tensors_than_a_launch_takes(transposed: bool) -> None:
     column_map = plan.column_map.transpose() if transposed else plan.column_map
     values = [distinct((5, width), torch.float32, start=i) for i, width in enumerate(column_map.in_widths)]
     expected = apply_moves(
-        values, column_map.moves, column_map.out_widths, key_dim=1, dtype=torch.float32, sum_dtype=torch.float64
+        values,
+        column_map.moves,
+        column_map.out_widths,
+        key_dim=1,
+        dtype=torch.float32,
+        sum_dtype=torch.float64,
     )
     poison(*expected, copies=4)
     program = program_for(values, column_map)
@@ -208,9 +213,7 @@ def test_a_column_from_many_tensors(count: int, dtype: torch.dtype) -> None:
 def test_a_column_repeated_more_often_than_a_launch_has_tensors() -> None:
     moves = [(i % 2, 0, i % 5, 0, 8) for i in range(400)]
     values = [random_values((3, 12), torch.bfloat16) for _ in range(2)]
-    expected = apply_moves(
-        values, moves, [8], key_dim=1, dtype=torch.bfloat16, sum_dtype=torch.float32
-    )
+    expected = apply_moves(values, moves, [8], key_dim=1, dtype=torch.bfloat16, sum_dtype=torch.float32)
     assert_same(apply(values, ColumnMap(moves, [12, 12], [8])), expected)
 
 
@@ -228,9 +231,12 @@ def untouched(tmp_path: Path) -> Iterator[Tensor]:
 @pytest.mark.parametrize("dtype", SIZES[:4], ids=str)
 def test_rows_and_columns_far_apart(untouched: Tensor, dtype: torch.dtype) -> None:
     memory = untouched.view(dtype)
-    far_rows = memory.as_strided((3, 24), ((1 << 30) + (5 << 25), 1), 0)  # over 2^31 from the first to the last
+    far_rows = memory.as_strided(
+        (3, 24), ((1 << 30) + (5 << 25), 1), 0
+    )  # over 2^31 from the first to the last
     far_columns = memory.as_strided((5, 8), (3, (1 << 28) + (60 << 20)), 64)
-    assert far_rows.stride(0) * 2 > 2**31 and far_columns.stride(1) * 7 > 2**31
+    assert far_rows.stride(0) * 2 > 2**31
+    assert far_columns.stride(1) * 7 > 2**31
     far_rows.copy_(random_bits((3, 24), dtype))
     far_columns[:3].copy_(random_bits((3, 8), dtype))
     moves = [(0, 0, 0, 0, 16), (0, 0, 17, 16, 7)]
@@ -239,9 +245,7 @@ def test_rows_and_columns_far_apart(untouched: Tensor, dtype: torch.dtype) -> No
     if dtype.is_floating_point:
         again = [*moves, (0, 0, 1, 2, 20)]
         far_rows.copy_(distinct((3, 24), dtype))
-        expected = apply_moves(
-            [far_rows], again, [24], key_dim=1, dtype=dtype, sum_dtype=torch.float64
-        )
+        expected = apply_moves([far_rows], again, [24], key_dim=1, dtype=dtype, sum_dtype=torch.float64)
         assert_same(apply([far_rows], ColumnMap(again, [24], [24])), expected)
 
 
@@ -307,10 +311,14 @@ def test_zeros_keep_their_sign() -> None:
     minus = torch.full((5, 8), -0.0)
     assert same_bytes(apply([minus], ColumnMap([(0, 0, 0, 0, 8)], [8], [8]))[0], minus)
     for target in REAL_DTYPES:  # casts, and a sum of one term beside one of two
-        outs = apply([minus], ColumnMap([(0, 0, 0, 0, 8), (0, 1, 0, 0, 8), (0, 1, 0, 0, 4)], [8], [9, 8]), target)
+        outs = apply(
+            [minus], ColumnMap([(0, 0, 0, 0, 8), (0, 1, 0, 0, 8), (0, 1, 0, 0, 4)], [8], [9, 8]), target
+        )
         for out in outs:
             assert same_bytes(out[:, :8].contiguous(), minus.to(target))
-        assert same_bytes(outs[0][:, 8:].contiguous(), torch.zeros(5, 1, dtype=target))  # no source: plus zero
+        assert same_bytes(
+            outs[0][:, 8:].contiguous(), torch.zeros(5, 1, dtype=target)
+        )  # no source: plus zero
 
 
 def borders(dtype: torch.dtype) -> Tensor:
@@ -326,7 +334,9 @@ def borders(dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize(("dtype", "target"), list(itertools.product(REAL_DTYPES, repeat=2)), ids=str)
 def test_casts_round_as_torch_does(dtype: torch.dtype, target: torch.dtype) -> None:
-    numbers = torch.cat([borders(torch.float16), borders(torch.bfloat16), torch.randn(4096).double()]).to(dtype)
+    numbers = torch.cat([borders(torch.float16), borders(torch.bfloat16), torch.randn(4096).double()]).to(
+        dtype
+    )
     numbers = numbers[: numbers.numel() // 32 * 32].reshape(-1, 32)
     outs = apply([numbers], ColumnMap([(0, 0, 0, 0, 29), (0, 0, 29, 32, 3)], [32], [35]), target)
     assert same_bytes(outs[0][:, :29].contiguous(), numbers[:, :29].to(target))
@@ -347,7 +357,8 @@ def test_16_bit_types_have_exact_values_in_wider_ones(dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("repeats", [2, 3, 7, 64])
 def test_sums_of_halves_are_rounded_once(dtype: torch.dtype, repeats: int) -> None:
     """In float32, where these sums are exact."""
-    values = [(torch.randint(-255, 256, (21, 24)) / 16).to(dtype) for _ in range(repeats)]
+    exact = 1023 if dtype == torch.float16 else 127  # numerators that the type has bits for, signs apart
+    values = [(torch.randint(-exact, exact + 1, (21, 24)) / 2 ** (i % 4)).to(dtype) for i in range(repeats)]
     moves = [(i, 0, 0, 1, 24) for i in range(repeats)]
     total = torch.stack([wide(v) for v in values]).sum(0)
     out = apply(values, ColumnMap(moves, [24] * repeats, [25]))[0]
@@ -373,7 +384,9 @@ def test_complex_casts(dtype: torch.dtype, target: torch.dtype) -> None:
     values = [random_values((6, 12), dtype)]
     for view in (lambda v: v, torch.conj):
         (out,) = apply([view(values[0])], ColumnMap([(0, 0, 1, 1, 11)], [12], [12]), target)
-        assert same_bytes(out[:, 1:].contiguous(), view(values[0])[:, 1:].resolve_conj().to(target).contiguous())
+        assert same_bytes(
+            out[:, 1:].contiguous(), view(values[0])[:, 1:].resolve_conj().to(target).contiguous()
+        )
 
 
 # --- nothing to do --------------------------------------------------------------------------------------
@@ -402,10 +415,32 @@ def test_operator_without_rows_or_outputs() -> None:
     assert torch.equal(outs[0], torch.ones(3, 2))
 
 
-def test_zero_tensors() -> None:
-    values = [torch._efficientzerotensor((3, 4)), torch.ones(3, 2)]
-    outs = apply(values, ColumnMap([(0, 0, 0, 0, 4), (1, 0, 0, 4, 2)], [4, 2], [6]))
-    assert torch.equal(outs[0], torch.tensor([0.0] * 4 + [1.0] * 2).expand(3, 6))
+def lazy_zeros(t: Tensor) -> Tensor:
+    return torch._efficientzerotensor(t.shape, dtype=t.dtype)
+
+
+def padded_negative(t: Tensor) -> Tensor:
+    """Rows of this view are aligned better than those of the tensor that torch makes of it."""
+    return torch._neg_view(torch.cat([t, t[:, :2]], 1))[:, : t.shape[1]]
+
+
+@pytest.mark.parametrize(
+    "lazy", [lazy_zeros, negative_view, padded_negative, lambda t: conjugate_view(t * 1j)]
+)
+@pytest.mark.parametrize("width", [4, 6])
+def test_tensors_that_torch_computes_on_the_way(lazy: Callable[[Tensor], Tensor], width: int) -> None:
+    column_map = ColumnMap([(0, 0, 0, 0, width), (1, 0, 0, width, 8)], [width, 8], [width + 8])
+    special = lazy(distinct((3, width), torch.float32))
+    plain = distinct((3, 9), special.dtype)
+    for values in (
+        [special, plain[:, :8].contiguous()],
+        [special, plain[:, 1:]],
+        [special, torch.cat([special, special], 1)],
+    ):
+        program = program_for(values, column_map)
+        assert program is not None
+        expected = torch.cat([values[0] + 0, values[1][:, :8]], 1)
+        assert_same(program(values), [expected])
 
 
 def test_variants_for_alignments_are_bounded() -> None:

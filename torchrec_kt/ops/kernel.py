@@ -185,6 +185,8 @@ class _Program:
     def _alignment(self, value: Tensor) -> int:
         if value.stride(1) != 1:
             return 0
+        if value.is_neg() or value.is_conj() or value._is_zerotensor():
+            return 0  # the dispatcher hands the kernel another tensor, laid out as it likes
         return self._log_of(value.data_ptr() // self.in_type.itemsize, value.stride(0))
 
     def _log_of(self, address: int, row_stride: int) -> int:
