@@ -13,9 +13,26 @@ from . import ops as _ops  # noqa: F401  registers the operators, which saved gr
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .modules import KTRegroupAsDict, PermuteMultiEmbedding, regroup, regroup_as_dict
+    from .modules import (
+        KTRegroupAsDict,
+        PermuteMultiEmbedding,
+        patch_fbgemm,
+        patch_keyed_tensor,
+        regroup,
+        regroup_as_dict,
+        swap_regroup,
+    )
 
-__all__ = ["KTRegroupAsDict", "PermuteMultiEmbedding", "__version__", "regroup", "regroup_as_dict"]
+__all__ = [
+    "KTRegroupAsDict",
+    "PermuteMultiEmbedding",
+    "__version__",
+    "patch_fbgemm",
+    "patch_keyed_tensor",
+    "regroup",
+    "regroup_as_dict",
+    "swap_regroup",
+]
 
 
 def __getattr__(name: str) -> Any:

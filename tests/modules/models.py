@@ -52,3 +52,25 @@ def scripted_as_dict(
     keyed_tensors: List[KeyedTensor], groups: List[List[str]], names: List[str]
 ) -> Dict[str, Tensor]:
     return regroup_as_dict(keyed_tensors, groups, names)
+
+
+class OnClass(torch.nn.Module):
+    """Calls the static method of KeyedTensor, with groups held in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = {"x": ["a", "c", "a"], "y": ["d", "b"]}
+
+    def forward(self, keyed_tensors: List[KeyedTensor]) -> List[Tensor]:
+        return KeyedTensor.regroup(keyed_tensors, list(self.groups.values()))
+
+
+class OnClassAsDict(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = {"x": ["a", "c", "a"], "y": ["d", "b"]}
+
+    def forward(self, keyed_tensors: List[KeyedTensor]) -> Dict[str, Tensor]:
+        return KeyedTensor.regroup_as_dict(
+            keyed_tensors, list(self.groups.values()), list(self.groups.keys())
+        )

@@ -10,5 +10,15 @@ except ImportError as error:
 
 from .functional import regroup, regroup_as_dict
 from .kt_regroup import KTRegroupAsDict, PermuteMultiEmbedding
+from .patch import patch_fbgemm, patch_keyed_tensor
+from .swap import swap_regroup
 
-__all__ = ["KTRegroupAsDict", "PermuteMultiEmbedding", "regroup", "regroup_as_dict"]
+__all__ = [
+    "KTRegroupAsDict",
+    "PermuteMultiEmbedding",
+    "patch_fbgemm",
+    "patch_keyed_tensor",
+    "regroup",
+    "regroup_as_dict",
+    "swap_regroup",
+]

@@ -120,6 +120,11 @@ class PermuteMultiEmbedding(TorchRecPermuteMultiEmbedding):
         )
 
     @torch.jit.unused
+    def was_taken_over(self) -> bool:
+        """Whether this is a plan of TorchRec's module, see :func:`swap_regroup`; no RegroupPlan tells of it."""
+        return self._out_lengths is not None and len(self._layout_keys) > 0
+
+    @torch.jit.unused
     def plan_device(self) -> torch.device:
         """Where the plan is, or will be."""
         return torch.device("cpu") if self._permutes.is_meta else self._permutes.device
@@ -138,6 +143,26 @@ def _names(plan: RegroupPlan) -> Any:
     return [list(layout.keys) for layout in plan.layouts], [list(layout.widths) for layout in plan.layouts]
 
 
+def _fits(names: List[str], lengths: List[int], keys: List[str], widths: List[int]) -> bool:
+    """Whether names are where a layout with unnamed columns, key ``""``, has them."""
+    if "" not in keys or len(names) != len(lengths):
+        return False
+    start = 0
+    places: Dict[str, List[int]] = {}
+    for name, length in zip(names, lengths):
+        if name in places:
+            places[name] = [-1, -1]  # twice: which one the plan means is unknown
+        else:
+            places[name] = [start, length]
+        start += length
+    expected = 0
+    for key, width in zip(keys, widths):
+        if key != "" and (key not in places or places[key] != [expected, width]):
+            return False
+        expected += width
+    return start == expected
+
+
 @torch.fx.wrap
 def _checked_values(
     keyed_tensors: List[KeyedTensor], keys: List[List[str]], widths: List[List[int]], key_dim: int
@@ -154,9 +179,10 @@ def _checked_values(
         )
     values: List[Tensor] = []
     for i, keyed_tensor in enumerate(keyed_tensors):
-        if keyed_tensor.keys() != keys[i] or keyed_tensor.length_per_key() != widths[i]:
+        names, lengths = keyed_tensor.keys(), keyed_tensor.length_per_key()
+        if (names != keys[i] or lengths != widths[i]) and not _fits(names, lengths, keys[i], widths[i]):
             raise ValueError(
-                f"keyed_tensors[{i}] has keys {keyed_tensor.keys()} of widths {keyed_tensor.length_per_key()}; this "
+                f"keyed_tensors[{i}] has keys {names} of widths {lengths}; this "
                 f"graph was made for keys {keys[i]} of widths {widths[i]}. Trace it anew with that layout"
             )
         value = keyed_tensor.values()
@@ -257,11 +283,12 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
             regrouped = self._regroup_eagerly(keyed_tensors)
             if regrouped is not None:
                 return regrouped
-            if self._graph_plan is None:
+            if self._graph_plan is not None:
+                old = self._permute_pooled_embs_impl
+                self._show_to_graphs(self._graph_plan, self._dim)
+                _tell_tracer(_tracer_of(keyed_tensors), old, self._permute_pooled_embs_impl)
+            elif not self._permute_pooled_embs_impl.was_taken_over():
                 return _call_at_run_time(self, keyed_tensors)
-            old = self._permute_pooled_embs_impl
-            self._show_to_graphs(self._graph_plan, self._dim)
-            _tell_tracer(_tracer_of(keyed_tensors), old, self._permute_pooled_embs_impl)
         elif len(self._keys) == 0 and len(keyed_tensors) == 0:
             nothing: Dict[str, Tensor] = {}
             return nothing
