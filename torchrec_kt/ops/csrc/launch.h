@@ -76,12 +76,13 @@ inline void set_division(Segment& segment) {
       static_cast<uint32_t>(((uint64_t{1} << (31 + log)) + segment.count - 1) / segment.count);
 }
 
-// Rows that a thread walks: as many as leave the device several times full, so that the map is read
-// rarely, and enough to keep the number of threads below what a launch can have.
+// Rows that a thread walks: more where that leaves the device many times full, since the map is read once a
+// walk; no more than that, since the last blocks leave a part of the device idle. And enough to keep the
+// number of threads below what a launch can have.
 inline uint32_t tile_rows(int64_t rows, int64_t vectors, int64_t resident_threads) {
   constexpr int64_t kStep = 8;
   constexpr int64_t kMost = 64;
-  constexpr int64_t kWaves = 4;
+  constexpr int64_t kWaves = 16;
   constexpr int64_t kMaxThreads = int64_t{1} << 30;
   const auto threads = [&](int64_t tile) { return vectors * ((rows + tile - 1) / tile); };
   int64_t tile = kStep;
