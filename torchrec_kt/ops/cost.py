@@ -17,10 +17,12 @@ __all__ = ["COLUMNS", "ROWS", "SLICES", "Strategy", "cheapest", "is_far"]
 Strategy = Literal["slices", "columns", "rows"]
 
 
+# A strip of one element is a step of a loop, not a loop of its own.
+LONE_STRIP = 0.2
 # The strips of a part lie a whole row apart. While everything fits the caches, or rows are
 # so short that the next strip has been fetched with this one, that costs little; else every strip
 # is a cache miss. Strips are "far" where the outputs and their rows exceed these.
-NEAR_BYTES = 8 << 20
+NEAR_BYTES = 4 << 20
 NEAR_ROW_BYTES = 1 << 10
 
 
@@ -45,11 +47,12 @@ class Slices(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Selecting granules of columns: per call, per granule, and per row of a granule (strip).
+    """Selecting granules of columns: per output, call, granule, and row of a granule (strip).
 
     Where columns of several inputs are joined first: per range of columns, and per byte joined.
     """
 
+    output: float
     call: float
     granule: float
     strip: float
@@ -65,6 +68,7 @@ class Columns(NamedTuple):
     def counts(
         self,
         *,
+        outputs: int,
         calls: int,
         granules: float,
         strips: float,
@@ -73,7 +77,7 @@ class Columns(NamedTuple):
         ranges: int,
         joined: float,
     ) -> tuple[float, ...]:
-        return calls, granules, *_by_distance(strips, far), size, ranges, joined
+        return outputs, calls, granules, *_by_distance(strips, far), size, ranges, joined
 
     def cost(self, **counted: Any) -> float:
         return _dot(self, self.counts(**counted))

@@ -212,6 +212,11 @@ def _out_bytes(geometry: _Geometry, width: int) -> int:
     return geometry.rows * geometry.inner * width * geometry.dtype.itemsize
 
 
+def _strips(geometry: _Geometry, length: int) -> float:
+    """Strips of so many columns, one for each row, in units of those that hold several elements."""
+    return geometry.rows * (cost.LONE_STRIP if length * geometry.inner == 1 else 1)
+
+
 def _threads(elements: int, grain: int = _GRAIN) -> int:
     """How many threads share a loop over so many elements."""
     return max(1, min(torch.get_num_threads(), -(-elements // grain)))
@@ -273,7 +278,7 @@ def _count_slices(geometry: _Geometry) -> dict[str, Any]:
     return {
         "calls": len(recipe.splits) + len(recipe.picks),
         "parts": views + copies,
-        "strips": sum(share for _, share in shares) * geometry.rows,
+        "strips": sum(share * _strips(geometry, length) for length, share in shares),
         "far": geometry.far,
         "size": sum(_out_bytes(geometry, length) * share for length, share in shares),
     }
@@ -523,7 +528,8 @@ def _column_step(geometry: _Geometry, stretch: _Stretch) -> int:
         return 0 if joined <= cost.SCRATCH_BYTES else max(1, outer * cost.SCRATCH_BYTES // joined)
     # Of granules below the grain, threads take one each; above it they share each; at it, neither.
     alone = geometry.rows * geometry.inner * stretch.granule == _GRAIN and torch.get_num_threads() > 1
-    return -(-outer // 2) if alone and outer > 1 else 0
+    many = stretch.length // stretch.granule >= 16  # else not worth a second call
+    return -(-outer // 2) if alone and many and outer > 1 else 0
 
 
 def _count_columns(geometry: _Geometry) -> dict[str, Any] | None:
@@ -542,7 +548,7 @@ def _count_columns(geometry: _Geometry) -> dict[str, Any] | None:
             else:
                 threads = _threads(elements)
             calls += blocks
-            granules += count * blocks / threads
+            granules += count * blocks / threads if geometry.rows > 1 else 0  # a lone row is copied at once
             size += _out_bytes(geometry, stretch.length) / threads
             if len(stretch.ranges) > 1:
                 calls += blocks
@@ -551,8 +557,9 @@ def _count_columns(geometry: _Geometry) -> dict[str, Any] | None:
                     _out_bytes(geometry, length) / _threads(geometry.rows * geometry.inner * length // blocks)
                     for _, _, length in stretch.ranges
                 )
-            strips += count * geometry.rows / threads
+            strips += count * _strips(geometry, stretch.granule) / threads
     return {
+        "outputs": len(geometry.out_shapes),
         "calls": calls,
         "granules": granules,
         "strips": strips,
