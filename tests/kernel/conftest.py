@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernel import building
+from tests.kernel.encoding import Probe
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +23,15 @@ def plain_host_library() -> Path:
     """The kernel on the host, without."""
     folder = building.build("plain", TORCHREC_KT_CUDA="OFF", TORCHREC_KT_HOST="ON", TORCHREC_KT_SANITIZE="")
     return folder / "torchrec_kt_host.so"
+
+
+@pytest.fixture(scope="session")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> Probe:
+    library = tmp_path_factory.mktemp("probe") / "probe.so"
+    options = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-fvisibility=hidden"]
+    source = Path(__file__).with_name("probe.cpp")
+    building.run(["g++", *options, f"-I{building.SOURCES}", source, "-o", library])
+    return Probe(library)
 
 
 @pytest.fixture(scope="session")
