@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.reference import regroup_reference
 from torchrec_kt.ops import RegroupPlan, regroup_values
-from torchrec_kt.ops.regroup import moves_tensor
+from torchrec_kt.ops.regroup import graph_moves
 
 LAYOUTS = [(["a", "b", "c"], [64, 16, 7]), (["d", "e"], [128, 32])]
 GROUPS = [["d", "a", "a"], ["e", "c", "d"]]
@@ -137,7 +137,7 @@ def test_memory_is_the_outputs(values: list[Tensor]) -> None:
 
 
 def test_operator_with_moves_on_the_device(values: list[Tensor]) -> None:
-    moves = moves_tensor(PLAN.column_map).to("cuda")
+    moves = graph_moves(PLAN.column_map, torch.device("cuda"))
     operator = torch.ops.torchrec_kt.regroup
     outs = operator(values, moves, PLAN.out_widths)
     grads = [torch.randn_like(out) for out in outs]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -26,16 +25,10 @@ from tests.kernel.encoding import (
     decode,
 )
 from tests.layouts import column_maps
-from torchrec_kt.ops.kernel import _Program
+from torchrec_kt.ops.kernel import encoder_input
 from torchrec_kt.ops.plan import ColumnMap
 
 MAX_SLOTS = 112
-
-
-def pieces_of(column_map: ColumnMap, scale: int = 1) -> list[int]:
-    """As a program lists them for the encoder."""
-    program: Any = SimpleNamespace(scale=scale, used=column_map.used_inputs, column_map=column_map)
-    return _Program._pieces(program).tolist()
 
 
 def check_map(
@@ -89,7 +82,7 @@ def check_map(
 def decoded_of(
     probe: Probe, column_map: ColumnMap, logs: Sequence[int], max_log: int, scale: int = 1
 ) -> Decoded:
-    map_words, header = probe.encode(pieces_of(column_map, scale), logs, max_log)
+    map_words, header = probe.encode(encoder_input(column_map, scale), logs, max_log)
     return decode([word & 0xFFFFFFFF for word in map_words.tolist()], header.tolist())
 
 
@@ -223,7 +216,7 @@ def test_each_byte_of_the_outputs_is_written_once(probe: Probe, data: st.DataObj
     if rows == 1:
         tensors = [t._replace(row_stride=0) for t in tensors]
     walk = probe.walk(
-        probe.encode(pieces_of(column_map), logs, max_log),
+        probe.encode(encoder_input(column_map), logs, max_log),
         tensors,
         rows,
         types[:2],
@@ -260,7 +253,7 @@ def test_the_last_bytes_of_outputs_beyond_any_memory(probe: Probe, rows: int, it
     size = rows * width * item
     tensors = [Fake(BASE, width, width, 1), Fake(BASE + size, width, width, 1)]
     max_log = {1: 4, 2: 3, 4: 2, 8: 1, 16: 0}[item]
-    encoded = probe.encode(pieces_of(column_map), [max_log] * 2, max_log)
+    encoded = probe.encode(encoder_input(column_map), [max_log] * 2, max_log)
     all_of_it = probe.walk(
         encoded, tensors, rows, (BYTES, BYTES), (item, item), (BASE, 2 * size), count=False, blocks=2
     )
@@ -269,7 +262,7 @@ def test_the_last_bytes_of_outputs_beyond_any_memory(probe: Probe, rows: int, it
     # A thread walks a tile of rows, so the last rows are with the last threads of each segment. There is
     # one segment per length of vector here; enough of the last blocks hold them all for one vector alone.
     single = ColumnMap([(0, 0, 0, 0, width)], [width], [width])
-    encoded = probe.encode(pieces_of(single), [max_log] * 2, max_log)
+    encoded = probe.encode(encoder_input(single), [max_log] * 2, max_log)
     walk = probe.walk(
         encoded, tensors, rows, (BYTES, BYTES), (item, item), (BASE + 2 * size - tail, tail), blocks=2
     )
@@ -282,7 +275,7 @@ def test_rows_of_the_last_tile(probe: Probe) -> None:
     """Every number of rows around the lengths of batches and tiles."""
     column_map = ColumnMap([(0, 0, 0, 0, 5)], [5], [6])
     for types, items in (((BYTES, BYTES), (4, 4)), ((HALF, DOUBLE), (2, 8)), ((BFLOAT16, FLOAT), (2, 4))):
-        encoded = probe.encode(pieces_of(column_map), [0, 0], 0)
+        encoded = probe.encode(encoder_input(column_map), [0, 0], 0)
         for rows in range(1, 150):
             stride = 0 if rows == 1 else 1
             tensors = [Fake(BASE, 5, 5 * stride, 1), Fake(BASE + 65536, 6, 6 * stride, 1)]
@@ -307,7 +300,7 @@ def test_what_is_not_aligned_is_refused(probe: Probe, side: int, misplaced: str)
     """Also in a later launch than the first, before any runs."""
     pairs = 60
     column_map = ColumnMap([(i, i, 0, 0, 8) for i in range(pairs)], [8] * pairs, [8] * pairs)
-    encoded = probe.encode(pieces_of(column_map), [2] * 2 * pairs, 2)
+    encoded = probe.encode(encoder_input(column_map), [2] * 2 * pairs, 2)
     tensors = [Fake(BASE + 4096 * i, 8, 8, 1) for i in range(2 * pairs)]
     arguments = 3, (BYTES, BYTES), (4, 4), (BASE, 4096 * 2 * pairs)
     walk = probe.walk(encoded, tensors, *arguments)

@@ -1,5 +1,6 @@
 """What calls have in common: reading KeyedTensors, checking names, finding the plan."""
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from ..ops.plan import RegroupPlan
 
-__all__ = ["CachedPlan", "PlanCache", "Unpacked", "check_names", "common_key_dim", "unpack"]
+__all__ = ["CachedPlan", "PlanCache", "Unpacked", "check_names", "common_key_dim", "fixed", "unpack"]
 
 
 _KEYED_TENSOR = frozenset((KeyedTensor,))
@@ -99,6 +100,11 @@ def check_names(groups: list[list[str]], keys: list[str]) -> None:
         seen[key] = 1
 
 
+def fixed(widths: list[list[int]]) -> list[list[int]]:
+    """Widths as constants of a graph, also where its compiler would let integers vary."""
+    return [list(map(operator.index, row)) for row in widths]
+
+
 class CachedPlan(NamedTuple):
     """A plan and what it was built for, in lists that nobody else holds."""
 
@@ -130,9 +136,6 @@ class PlanCache:
         self, groups: Sequence[Sequence[str]], keys: Sequence[Sequence[str]], widths: Sequence[Sequence[int]]
     ) -> CachedPlan:
         """The plan for these arguments; errors are those of :meth:`RegroupPlan.build`."""
-        if torch.compiler.is_compiling():
-            # A graph that had looked at the entries would be compiled anew whenever they change.
-            return _build(groups, keys, widths)
         entries = self._entries
         if entries:  # the one used last first, without the price of a loop
             entry = entries[0]

@@ -11,9 +11,9 @@ from torchrec.modules.regroup import PermuteMultiEmbedding as TorchRecPermuteMul
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from ..ops.compat import plan_rows
-from ..ops.plan import RegroupPlan
-from ..ops.regroup import apply_column_map
-from ._inputs import CachedPlan, PlanCache, check_names, common_key_dim, unpack
+from ..ops.plan import ColumnMap, RegroupPlan
+from ..ops.regroup import apply_column_map, device_of, graph_moves, regroup_by_moves
+from ._inputs import CachedPlan, PlanCache, check_names, common_key_dim, fixed, unpack
 from .layout import Layout, read_layout
 
 __all__ = ["KTRegroupAsDict", "PermuteMultiEmbedding"]
@@ -315,7 +315,9 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
                         break
                     values.append(kt._values)
                 else:
-                    outputs = apply_column_map(values, plan.column_map, self._out_dtype, key_dim)
+                    outputs = apply_column_map(
+                        values, plan.column_map, self._out_dtype, key_dim, self._held_moves
+                    )
                     return dict(zip(self._keys, outputs))
         unpacked = unpack(keyed_tensors)
         if unpacked is None:
@@ -323,15 +325,65 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
         names, widths, values, dims = unpacked
         if not values and not self._groups:
             return {}
+        if torch.compiler.is_compiling():
+            return self._regroup_compiled(names, widths, values, dims)
         found = self._plans.find(self._groups, names, widths)
         column_map = found.plan.column_map
         key_dim = common_key_dim(dims, values, column_map.used_inputs)
-        outputs = apply_column_map(values, column_map, self._out_dtype, key_dim)
-        if not torch.compiler.is_compiling() and (
-            self._last is None or found.plan is not self._graph_plan or key_dim != self._dim
-        ):
+        outputs = apply_column_map(values, column_map, self._out_dtype, key_dim, self._held_moves)
+        if self._last is None or found.plan is not self._graph_plan or key_dim != self._dim:
             self._remember(found, key_dim)
         return dict(zip(self._keys, outputs))
+
+    @torch.jit.unused
+    def _regroup_compiled(
+        self, names: Any, widths: Any, values: List[Tensor], dims: List[int]
+    ) -> Dict[str, Tensor]:
+        """What the compilers of ``torch.compile`` and ``torch.export`` follow."""
+        widths = fixed(widths)
+        out_widths, used = self._plan_at_compile_time(names, widths)
+        key_dim = common_key_dim(dims, values, used)
+        device = device_of(values, used)
+        # A program that is exported takes the module's own buffer along. Compiled code does not: the
+        # module may show another plan later, and nothing would tell the code to be compiled anew.
+        if torch.compiler.is_exporting() and self._holds_at_compile_time(names, widths, device):
+            moves = self._permute_pooled_embs_impl._permutes
+        else:
+            moves = self._moves_at_compile_time(names, widths, device)
+        return dict(
+            zip(self._keys, regroup_by_moves(values, moves, out_widths, used, key_dim, self._out_dtype))
+        )
+
+    # A compiler runs these while it compiles, guards on the names and widths that it gave them, and
+    # takes the results for constants: following how a plan is built would cost it seconds.
+
+    @torch.jit.unused
+    @torch.compiler.assume_constant_result
+    def _plan_at_compile_time(self, names: Any, widths: Any) -> Any:
+        plan = self._plans.find(self._groups, names, widths).plan
+        return plan.out_widths, plan.column_map.used_inputs
+
+    @torch.jit.unused
+    @torch.compiler.assume_constant_result
+    def _moves_at_compile_time(self, names: Any, widths: Any, device: torch.device) -> Tensor:
+        return graph_moves(self._plans.find(self._groups, names, widths).plan.column_map, device)
+
+    @torch.jit.unused
+    @torch.compiler.assume_constant_result
+    def _holds_at_compile_time(self, names: Any, widths: Any, device: torch.device) -> bool:
+        column_map = self._plans.find(self._groups, names, widths).plan.column_map
+        return self._held_moves(column_map, device) is not None
+
+    @torch.jit.unused
+    def _held_moves(self, column_map: ColumnMap, device: torch.device) -> Optional[Tensor]:
+        """The buffer with the moves of this map, if there is one where the values are."""
+        plan, impl = self._graph_plan, self._permute_pooled_embs_impl
+        if plan is None or plan.column_map is not column_map or not impl.holds(plan, self._dim):
+            return None
+        moves = impl._permutes
+        if moves.device == device:
+            return moves
+        return moves.to(device, non_blocking=True) if impl._multi_device else None
 
     @torch.jit.unused
     def prepare(self, layout: Sequence[Layout], device: Optional[torch.device] = None) -> "KTRegroupAsDict":

@@ -23,7 +23,7 @@ from .regroup import (
     batch_in_front,
     check_tensors,
     column_map_from_moves,
-    moves_tensor,
+    moves_beside,
 )
 
 __all__ = [
@@ -260,7 +260,9 @@ def regroup_by_keys(
             f"got {len(values)} value tensors and {len(keys)} lists of keys; expected one list each"
         )
     plan = _plan(keys, lengths, groups)
-    return torch.ops.torchrec_kt.regroup(values, moves_tensor(plan.column_map), plan.out_widths, key_dim)
+    return torch.ops.torchrec_kt.regroup(
+        values, moves_beside(values, plan.column_map), plan.out_widths, key_dim
+    )
 
 
 def _permute_multi_embedding_vmap(

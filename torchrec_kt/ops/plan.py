@@ -16,6 +16,11 @@ from typing import Any, NamedTuple
 __all__ = ["ColumnMap", "Layout", "Move", "Piece", "RegroupPlan", "UnknownKeyError"]
 
 
+def in_graph() -> bool:
+    """Whether a compiler follows this code. The operators, which know compilers, replace it."""
+    return False
+
+
 class UnknownKeyError(KeyError):
     """A group names a key that no input holds. A ``KeyError`` whose text is readable."""
 
@@ -64,6 +69,7 @@ class ColumnMap:
     Attributes:
         outputs: for each output its pieces, adjacent, ascending, covering the whole width.
         used_inputs: indices of the inputs that some move names, ascending.
+        in_graph: whether the map was built inside of a function that is being compiled.
         recipes: what implementations derive from the map alone, kept here.
         calls: what they derive from the map and the shapes that it met, kept here; see
             :mod:`torchrec_kt.ops.regroup`.
@@ -76,6 +82,7 @@ class ColumnMap:
     __slots__ = (
         "_transposed",
         "calls",
+        "in_graph",
         "in_widths",
         "last_call",
         "moves",
@@ -88,6 +95,7 @@ class ColumnMap:
     def __init__(
         self, moves: Iterable[Sequence[int]], in_widths: Sequence[int], out_widths: Sequence[int]
     ) -> None:
+        self.in_graph = in_graph()
         self.in_widths = tuple(in_widths)
         self.out_widths = tuple(out_widths)
         self.moves = _coalesce(_checked_moves(moves, self.in_widths, self.out_widths))

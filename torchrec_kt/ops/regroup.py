@@ -7,10 +7,13 @@ is a tensor of moves, rows of ``(in_tensor, out_tensor, in_offset, out_offset, l
 column, as FBGEMM's plans have, is ignored::
 
     torchrec_kt::regroup(Tensor[] values, Tensor moves, SymInt[] out_widths,
-                         int key_dim=1, ScalarType? dtype=None, bool transposed=False) -> Tensor[]
+                         int key_dim=1, ScalarType? dtype=None) -> Tensor[]
 
-``transposed`` moves from outputs to inputs instead, as gradients go. Both apply a column map and
-differentiate by applying its transpose, so derivatives of every order exist.
+Its backward pass is one call of ``regroup_transposed``, which takes the same tensor of moves and reads
+it the other way round: a graph needs no second plan and computes none.
+
+Both apply a column map and differentiate by applying its transpose, so derivatives of every order
+exist.
 """
 
 from __future__ import annotations
@@ -23,9 +26,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
+from . import plan as _plan
 from .kernel import compile_for_kernel
 from .plan import ColumnMap, RegroupPlan
 from .torch_impl import Program, TensorMeta, Tensors, accumulate_dtype, compile_map
@@ -35,16 +41,28 @@ try:
 except ImportError:  # then every call describes its inputs, which costs two microseconds more
     TensorGuards = None
 
-__all__ = ["apply_column_map", "column_map_from_moves", "moves_tensor", "regroup_values"]
+__all__ = [
+    "apply_column_map",
+    "column_map_from_moves",
+    "device_of",
+    "graph_moves",
+    "moves_beside",
+    "regroup_by_moves",
+    "regroup_values",
+]
 
 # Shapes and maps rarely vary much within one process; the bounds are there so that they may.
 _MAX_CALLS = 128
 _MAX_MAPS = 64
 
 _PLAIN_TENSORS = frozenset((Tensor, torch.nn.Parameter))
+_plan.in_graph = torch.compiler.is_dynamo_compiling
+
+_CPU = torch.device("cpu")
 _is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _tracing_state = torch._C._get_tracing_state
+_set_tracing_state: Any = torch._C._set_tracing_state  # pyright: ignore[reportAttributeAccessIssue]
 _transforms_active = torch._C._are_functorch_transforms_active
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 _is_old_vmap = _functorch.is_legacy_batchedtensor
@@ -97,14 +115,22 @@ def regroup_values(
 
 
 def apply_column_map(
-    values: Sequence[Tensor], column_map: ColumnMap, dtype: torch.dtype | None, key_dim: int
+    values: Sequence[Tensor],
+    column_map: ColumnMap,
+    dtype: torch.dtype | None,
+    key_dim: int,
+    held_moves: Callable[[ColumnMap, torch.device], Tensor | None] | None = None,
 ) -> list[Tensor]:
-    """:func:`regroup_values` for a bare map."""
+    """:func:`regroup_values` for a bare map.
+
+    Args:
+        held_moves: finds moves that the caller keeps for graphs, such as a module's buffer, or None.
+    """
     if not isinstance(values, (list, tuple)):
         check_tensors(values)  # a lone tensor is a sequence too
         values = list(values)
     if _recording():
-        return _by_operator(values, column_map, dtype, key_dim)
+        return _by_operator(values, column_map, dtype, key_dim, held_moves)
     known = _known_call(values, column_map, dtype, key_dim)
     if known is not None:
         call, differentiable = known
@@ -112,7 +138,7 @@ def apply_column_map(
             return list(_eager_apply(call, *values))
         return call.program(values)
     if not _PLAIN_TENSORS.issuperset(map(type, values)):
-        return _by_operator(values, column_map, dtype, key_dim)
+        return _by_operator(values, column_map, dtype, key_dim, held_moves)
     call = _call_for(values, column_map, dtype, key_dim)
     outputs = _run(call, values)
     column_map.last_call = _remember(call, values, dtype, key_dim)
@@ -184,17 +210,38 @@ def _run(call: _Call, values: Tensors) -> list[Tensor]:
 
 
 def _by_operator(
-    values: Sequence[Tensor], column_map: ColumnMap, dtype: torch.dtype | None, key_dim: int
+    values: Sequence[Tensor],
+    column_map: ColumnMap,
+    dtype: torch.dtype | None,
+    key_dim: int,
+    held_moves: Callable[[ColumnMap, torch.device], Tensor | None] | None = None,
 ) -> list[Tensor]:
     check_tensors(values)
-    if dtype is None and values:
-        # The operator cannot tell which inputs its moves use before it runs; here it is known.
-        dtype = promoted_dtype(values, column_map.used_inputs)
     # Fake tensors outlive their mode; the plan beside them has to be fake as well.
     mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
     with nullcontext() if mode is None or _recording() else mode:
-        moves = moves_tensor(column_map)
-        return torch.ops.torchrec_kt.regroup(list(values), moves, column_map.out_widths, key_dim, dtype)
+        device = device_of(values, column_map.used_inputs)
+        moves = None if held_moves is None else held_moves(column_map, device)
+        if moves is None:
+            moves = moves_beside(values, column_map)
+        return regroup_by_moves(values, moves, column_map.out_widths, column_map.used_inputs, key_dim, dtype)
+
+
+def regroup_by_moves(
+    values: Sequence[Tensor],
+    moves: Tensor,
+    out_widths: Sequence[int],
+    used: Sequence[int],
+    key_dim: int,
+    dtype: torch.dtype | None,
+) -> list[Tensor]:
+    """The operator, with the default type that the inputs in use give.
+
+    The operator itself cannot tell which inputs its moves use before it runs; the caller knows.
+    """
+    if dtype is None and values:
+        dtype = promoted_dtype(values, used)
+    return torch.ops.torchrec_kt.regroup(list(values), moves, out_widths, key_dim, dtype)
 
 
 def _recording() -> bool:
@@ -498,10 +545,10 @@ def batch_in_front(size: int, dims: Sequence[int | None], values: Sequence[Tenso
 # --- the registered operator ----------------------------------------------------------------------
 
 LIBRARY = torch.library.Library("torchrec_kt", "DEF")
-LIBRARY.define(
-    "regroup(Tensor[] values, Tensor moves, SymInt[] out_widths, int key_dim=1, ScalarType? dtype=None,"
-    " bool transposed=False) -> Tensor[]"
-)
+for _name in ("regroup", "regroup_transposed"):
+    LIBRARY.define(
+        f"{_name}(Tensor[] values, Tensor moves, SymInt[] out_widths, int key_dim=1, ScalarType? dtype=None) -> Tensor[]"
+    )
 
 _MOVE_FIELDS = 5
 FBGEMM_FIELDS = 6
@@ -512,21 +559,59 @@ _IN_ORDER = [0, 1, 2, 3, 4]
 _SWAPPED = [1, 0, 3, 2, 4]
 
 
-def moves_tensor(column_map: ColumnMap) -> Tensor:
-    """The map's moves as the operator takes them: int32, ``[moves, 5]``, on the CPU."""
-    if _recording():
-        # Belongs to the graph being recorded, and may be fake: not to be kept.
-        return _new_moves(column_map)
-    found = column_map.recipes.get("moves")
+def moves_beside(values: Sequence[Tensor], column_map: ColumnMap) -> Tensor:
+    """The map's moves as the operator takes them: int32, ``[moves, 5]``.
+
+    For a graph they lie on the device of the values, so that the graph holds no constant of another
+    device and copies nothing between devices; where nothing is recorded, on the CPU.
+    """
+    if not _recording():
+        return graph_moves(column_map, _CPU)
+    device = device_of(values, column_map.used_inputs)
+    if torch.compiler.is_dynamo_compiling():
+        # A map built inside of the graph is known to the compiler alone.
+        return _new_moves(column_map, device) if column_map.in_graph else graph_moves(column_map, device)
+    mode = detect_fake_mode(values)
+    if mode is None:
+        return graph_moves(column_map, device)
+    try:
+        moves = graph_moves(column_map, device)
+    except (AssertionError, RuntimeError):
+        # A device that this machine lacks: as fake as the values are.
+        with _disable_current_modes(), mode:
+            return torch.empty((len(column_map.moves), _MOVE_FIELDS), dtype=torch.int32, device=device)
+    return moves if mode.allow_non_fake_inputs else torch.ops.aten.lift_fresh(moves)
+
+
+@torch.compiler.assume_constant_result
+def graph_moves(column_map: ColumnMap, device: torch.device) -> Tensor:
+    """The map's moves on a device, kept with the map.
+
+    A compiler calls this while it compiles and makes the result a buffer of its graph, instead of
+    following how the tensor comes about.
+    """
+    found = column_map.recipes.get(("moves", device))
     if found is None:
-        with torch.inference_mode(False):
-            found = column_map.recipes["moves"] = _new_moves(column_map)
+        # Nothing that records or wraps tensors here may get hold of one that is kept.
+        with _disable_current_modes(), torch._C._DisableFuncTorch(), torch.inference_mode(False):
+            state = torch._C._get_tracing_state()
+            _set_tracing_state(None)
+            try:
+                found = column_map.recipes["moves", device] = _new_moves(column_map, device)
+            finally:
+                _set_tracing_state(state)
     return found
 
 
-def _new_moves(column_map: ColumnMap) -> Tensor:
-    rows = torch.tensor(column_map.moves, dtype=torch.int32, device="cpu")
+def _new_moves(column_map: ColumnMap, device: torch.device) -> Tensor:
+    rows = torch.tensor(column_map.moves, dtype=torch.int32, device=device)
     return rows.reshape(-1, _MOVE_FIELDS)
+
+
+def device_of(values: Sequence[Tensor], used: Sequence[int]) -> torch.device:
+    """Where moves for these values belong; moves without data would be of no use."""
+    device = values[used[0] if used else 0].device if values else _CPU
+    return _CPU if device.type == "meta" else device
 
 
 def column_map_from_moves(
@@ -595,33 +680,10 @@ def _check_out_widths(out_widths: Sequence[int]) -> None:
             raise ValueError(f"the width of output {t} is {width}; expected 0 or more")
 
 
-def _regroup(
-    values: list[Tensor],
-    moves: Tensor,
-    out_widths: Sequence[int],
-    key_dim: int = 1,
-    dtype: torch.dtype | None = None,
-    transposed: bool = False,
-) -> list[Tensor]:
-    _check_out_widths(out_widths)
-    in_widths = _widths([v.shape for v in values], key_dim)
-    column_map = column_map_from_moves(moves, in_widths, out_widths, transposed)
-    return _call_for(values, column_map, dtype or _common_dtype(values), key_dim).program(values)
-
-
-def _regroup_old_vmap(
-    values: list[Tensor],
-    moves: Tensor,
-    out_widths: Sequence[int],
-    key_dim: int = 1,
-    dtype: torch.dtype | None = None,
-    transposed: bool = False,
-) -> list[Tensor]:
-    in_widths = _widths([v.shape for v in values], key_dim)
-    column_map = column_map_from_moves(moves, in_widths, out_widths, transposed)
-    return _composite(
-        values, column_map, dtype or _common_dtype(values), check_values(values, column_map, key_dim)
-    )
+def _map_for(
+    transposed: bool, values: Sequence[Tensor], moves: Tensor, out_widths: Sequence[int], key_dim: int
+) -> ColumnMap:
+    return column_map_from_moves(moves, _widths([v.shape for v in values], key_dim), out_widths, transposed)
 
 
 def _regroup_fake(
@@ -630,7 +692,6 @@ def _regroup_fake(
     out_widths: Sequence[int],
     key_dim: int = 1,
     dtype: torch.dtype | None = None,
-    transposed: bool = False,
 ) -> list[Tensor]:
     if moves.is_meta and not all(v.is_meta for v in values):
         raise ValueError("the plan tensor is on the meta device and the values are not; move it to theirs")
@@ -653,24 +714,24 @@ def _recording_again() -> Iterator[None]:
 
 
 class _OperatorApply(torch.autograd.Function):
-    """Autograd of the registered operator."""
+    """Autograd of the registered operators, each of which is the other's gradient."""
 
     @staticmethod
     def forward(
         ctx: Any,
+        transposed: bool,
         moves: Tensor,
         out_widths: Sequence[int],
         key_dim: int,
         dtype: Any,
-        transposed: bool,
         *values: Tensor,
     ) -> tuple[Tensor, ...]:
         # Autograd is off in here, but outer torch.func levels still have to record the call.
         outer_levels = _recording_again() if _transforms_active() else nullcontext()
         with outer_levels, torch._C._AutoDispatchBelowAutograd():
-            outs = torch.ops.torchrec_kt.regroup(values, moves, out_widths, key_dim, dtype, transposed)
+            outs = _operator(transposed)(values, moves, out_widths, key_dim, dtype)
         ctx.save_for_backward(moves)  # so that a change of it in between is noticed
-        ctx.arguments = moves, out_widths, key_dim, transposed
+        ctx.arguments = transposed, moves, out_widths, key_dim
         ctx.inputs = [TensorMeta(v.shape, v.dtype, v.device) for v in values]
         ctx.out_metas = [TensorMeta(o.shape, o.dtype, o.device) for o in outs]
         ctx.set_materialize_grads(False)
@@ -678,17 +739,16 @@ class _OperatorApply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        (moves,), (key_dim, transposed) = ctx.saved_tensors, ctx.arguments[2:]
+        (moves,), (transposed, _, _, key_dim) = ctx.saved_tensors, ctx.arguments
         filled = [_zeros(*meta) if g is None else g for g, meta in zip(grads, ctx.out_metas)]
         needs = ctx.needs_input_grad[5:]
         dtypes = [meta.dtype for meta, need in zip(ctx.inputs, needs) if need]
-        parts = torch.ops.torchrec_kt.regroup(
+        parts = _operator(not transposed)(
             filled,
             moves,
             _widths([meta.shape for meta in ctx.inputs], key_dim),
             key_dim,
             _gradient_dtype(ctx.out_metas[0].dtype, dtypes),
-            not transposed,
         )
         return (None,) * 5 + tuple(
             (
@@ -705,10 +765,15 @@ class _OperatorApply(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *arguments: Any) -> Any:
-        moves, out_widths, key_dim, transposed = ctx.arguments
+        transposed, moves, out_widths, key_dim = ctx.arguments
         tangents = [_zeros(*m) if t is None else t for t, m in zip(arguments[5:], ctx.inputs)]
         dtype = ctx.out_metas[0].dtype if ctx.out_metas else None
-        return tuple(torch.ops.torchrec_kt.regroup(tangents, moves, out_widths, key_dim, dtype, transposed))
+        return tuple(_operator(transposed)(tangents, moves, out_widths, key_dim, dtype))
+
+
+def _operator(transposed: bool) -> Any:
+    ops = torch.ops.torchrec_kt
+    return ops.regroup_transposed if transposed else ops.regroup
 
 
 # Single-level, as generated autograd kernels are: a kernel runs beneath the torch.func machinery,
@@ -716,42 +781,70 @@ class _OperatorApply(torch.autograd.Function):
 _operator_apply = super(torch.autograd.Function, _OperatorApply).apply  # pyright: ignore
 
 
-def _regroup_autograd(
-    values: Sequence[Tensor],
-    moves: Tensor,
-    out_widths: Sequence[int],
-    key_dim: int = 1,
-    dtype: torch.dtype | None = None,
-    transposed: bool = False,
-) -> list[Tensor]:
-    if _wants_autograd(values):
-        # torch.func lets single-level functions run only when asked to.
-        with enable_single_level_autograd_function() if _transforms_active() else nullcontext():
-            return list(_operator_apply(moves, out_widths, key_dim, dtype, transposed, *values))
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.torchrec_kt.regroup(values, moves, out_widths, key_dim, dtype, transposed)
+def _register(transposed: bool) -> None:
+    """Register one of the two operators."""
+    name = "regroup_transposed" if transposed else "regroup"
+
+    def kernel(
+        values: list[Tensor],
+        moves: Tensor,
+        out_widths: Sequence[int],
+        key_dim: int = 1,
+        dtype: torch.dtype | None = None,
+    ) -> list[Tensor]:
+        _check_out_widths(out_widths)
+        column_map = _map_for(transposed, values, moves, out_widths, key_dim)
+        return _call_for(values, column_map, dtype or _common_dtype(values), key_dim).program(values)
+
+    def old_vmap(
+        values: list[Tensor],
+        moves: Tensor,
+        out_widths: Sequence[int],
+        key_dim: int = 1,
+        dtype: torch.dtype | None = None,
+    ) -> list[Tensor]:
+        column_map = _map_for(transposed, values, moves, out_widths, key_dim)
+        dim = check_values(values, column_map, key_dim)
+        return _composite(values, column_map, dtype or _common_dtype(values), dim)
+
+    def autograd(
+        values: Sequence[Tensor],
+        moves: Tensor,
+        out_widths: Sequence[int],
+        key_dim: int = 1,
+        dtype: torch.dtype | None = None,
+    ) -> list[Tensor]:
+        if _wants_autograd(values):
+            # torch.func lets single-level functions run only when asked to.
+            with enable_single_level_autograd_function() if _transforms_active() else nullcontext():
+                return list(_operator_apply(transposed, moves, out_widths, key_dim, dtype, *values))
+        with torch._C._AutoDispatchBelowAutograd():
+            return _operator(transposed)(values, moves, out_widths, key_dim, dtype)
+
+    def vmap(
+        info: Any,
+        in_dims: Sequence[Any],
+        values: Sequence[Tensor],
+        moves: Tensor,
+        out_widths: Sequence[int],
+        key_dim: int = 1,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        if in_dims[1] is not None:
+            raise ValueError(
+                "the plan tensor is batched by vmap; one plan serves the whole batch, close over it"
+            )
+        batched = batch_in_front(info.batch_size, in_dims[0], values)
+        front = key_dim if key_dim < 0 else key_dim + 1
+        outs = _operator(transposed)(batched, moves, out_widths, front, dtype)
+        return outs, [0] * len(outs)
+
+    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, autograd, "Autograd")
+    LIBRARY.impl(name, old_vmap, "Batched")
+    torch.library.register_fake(f"torchrec_kt::{name}", _regroup_fake, lib=LIBRARY)
+    torch.library.register_vmap(f"torchrec_kt::{name}", vmap, lib=LIBRARY)
 
 
-def _regroup_vmap(
-    info: Any,
-    in_dims: Sequence[Any],
-    values: Sequence[Tensor],
-    moves: Tensor,
-    out_widths: Sequence[int],
-    key_dim: int = 1,
-    dtype: torch.dtype | None = None,
-    transposed: bool = False,
-) -> Any:
-    if in_dims[1] is not None:
-        raise ValueError("the plan tensor is batched by vmap; one plan serves the whole batch, close over it")
-    batched = batch_in_front(info.batch_size, in_dims[0], values)
-    front = key_dim if key_dim < 0 else key_dim + 1
-    outs = torch.ops.torchrec_kt.regroup(batched, moves, out_widths, front, dtype, transposed)
-    return outs, [0] * len(outs)
-
-
-LIBRARY.impl("regroup", _regroup, "CompositeExplicitAutograd")
-LIBRARY.impl("regroup", _regroup_autograd, "Autograd")
-LIBRARY.impl("regroup", _regroup_old_vmap, "Batched")
-torch.library.register_fake("torchrec_kt::regroup", _regroup_fake, lib=LIBRARY)
-torch.library.register_vmap("torchrec_kt::regroup", _regroup_vmap, lib=LIBRARY)
+_register(transposed=False)
+_register(transposed=True)
