@@ -594,12 +594,14 @@ def graph_moves(column_map: ColumnMap, device: torch.device) -> Tensor:
     if found is None:
         # Nothing that records or wraps tensors here may get hold of one that is kept.
         with _disable_current_modes(), torch._C._DisableFuncTorch(), torch.inference_mode(False):
-            state = torch._C._get_tracing_state()
-            _set_tracing_state(None)
+            state = _tracing_state()
+            if state is not None:
+                _set_tracing_state(None)
             try:
                 found = column_map.recipes["moves", device] = _new_moves(column_map, device)
             finally:
-                _set_tracing_state(state)
+                if state is not None:
+                    _set_tracing_state(state)
     return found
 
 
