@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from examples.movielens.data import ITEM_KEYS, USER_KEYS, Batch
 
@@ -166,7 +167,11 @@ class MovieLensModel(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the logits, float32 ``[B]``."""
-        groups = self.regroup([self.user_embeddings(batch.user), self.item_embeddings(batch.item)])
+        return self.score(batch.user, batch.item)
+
+    def score(self, user: KeyedJaggedTensor, item: KeyedJaggedTensor) -> Tensor:
+        """The same from the two sides of a batch alone, for serving."""
+        groups = self.regroup([self.user_embeddings(user), self.item_embeddings(item)])
         user, item, cross = groups["user"], groups["item"], groups["cross"]
         linear = self.user_linear(user) + self.item_linear(item)
         interaction = (self.user_tower(user) * self.item_tower(item)).sum(dim=1, keepdim=True)

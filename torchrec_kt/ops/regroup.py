@@ -545,10 +545,18 @@ def batch_in_front(size: int, dims: Sequence[int | None], values: Sequence[Tenso
 # --- the registered operator ----------------------------------------------------------------------
 
 LIBRARY = torch.library.Library("torchrec_kt", "DEF")
-for _name in ("regroup", "regroup_transposed"):
-    LIBRARY.define(
-        f"{_name}(Tensor[] values, Tensor moves, SymInt[] out_widths, int key_dim=1, ScalarType? dtype=None) -> Tensor[]"
-    )
+try:
+    for _name in ("regroup", "regroup_transposed"):
+        LIBRARY.define(
+            f"{_name}(Tensor[] values, Tensor moves, SymInt[] out_widths, int key_dim=1, ScalarType? dtype=None) -> Tensor[]"
+        )
+except RuntimeError as error:
+    if "multiple times" not in str(error):
+        raise
+    raise ImportError(
+        "the operators of torchrec_kt are defined in this process already, by its library for processes without "
+        "Python (libtorchrec_kt_serving). Import torchrec_kt before that library is loaded, or do not load it"
+    ) from error
 
 _MOVE_FIELDS = 5
 FBGEMM_FIELDS = 6
