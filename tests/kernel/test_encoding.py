@@ -343,8 +343,8 @@ def test_tiles(probe: Probe) -> None:
                 threads = vectors * -(-rows // tile)
                 assert threads <= 2**30
                 if 8 < tile <= 64:
-                    assert threads >= 4 * resident
+                    assert threads >= 16 * resident
                 if tile < 64:
-                    assert vectors * -(-rows // (2 * tile)) < 4 * resident
+                    assert vectors * -(-rows // (2 * tile)) < 16 * resident
                 if tile > 64:
                     assert vectors * -(-rows // (tile // 2)) > 2**30
