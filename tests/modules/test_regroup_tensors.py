@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torchrec.modules.embedding_configs import data_type_to_dtype
+from torchrec.modules.regroup import KTRegroupAsDict as TorchRecKTRegroupAsDict
 from torchrec.sparse.jagged_tensor import KeyedTensor
 from torchrec.types import DataType
 
 from .helpers import (
     GROUPS,
     LAYOUT,
+    NAMES,
     OMITTED,
     REPEATED,
     SIZES,
@@ -238,6 +240,21 @@ def test_gradients_through_emb_dtype_return_in_the_type_of_the_input(
 def test_an_emb_dtype_that_cannot_be_cast_to_is_an_error_at_construction(emb_dtype: DataType) -> None:
     with pytest.raises(ValueError, match=f"emb_dtype is {emb_dtype}"):
         module(emb_dtype=emb_dtype)
+
+
+def test_emb_dtype_may_be_set_later() -> None:
+    """As in TorchRec's module, which looks at it in each call."""
+    m, theirs = module(), TorchRecKTRegroupAsDict(GROUPS, NAMES)
+    for emb_dtype in (None, DataType.FP16, DataType.INT32, None, DataType.BF16):
+        m._emb_dtype = theirs._emb_dtype = emb_dtype
+        for kts in (make_kts(), make_kts(), make_kts(key_dim=0)):
+            target = torch.float32 if emb_dtype is None else data_type_to_dtype(emb_dtype)
+            assert [t.dtype for t in tensors(m(kts))] == [target] * 2
+        assert [t.dtype for t in tensors(theirs(make_kts()))] == [target] * 2
+        scripted = torch.jit.script(m)
+        assert [t.dtype for t in tensors(scripted(make_kts(key_dim=0)))] == [target] * 2
+    with pytest.raises(ValueError, match=r"emb_dtype is DataType\.INT4"):
+        m._emb_dtype = DataType.INT4
 
 
 @pytest.mark.parametrize("emb_dtype", CASTS, ids=str)

@@ -43,6 +43,7 @@ from tests.reference import (
 from tests.transforms import TRANSFORMS, assert_close, assert_same_transformed, cubic, tensors_of
 from torchrec_kt.ops import RegroupPlan, regroup_values
 from torchrec_kt.ops import cost as cost_rule
+from torchrec_kt.ops import regroup as regroup_module
 
 LAYOUTS = [(["a", "b"], [3, 5]), (["c", "d"], [2, 4])]
 ONCE = [["a", "c"], ["d", "b"]]
@@ -418,8 +419,67 @@ def test_shapes_that_do_not_fit(shapes: list[tuple[int, ...]], key_dim: int, pat
         plan = build(groups)
         for grad in (False, True):
             values = [torch.randn(shape, requires_grad=grad) for shape in shapes]
-            with pytest.raises(ValueError, match=pattern):
-                regroup_values(values, plan, key_dim=key_dim)
+            for _ in range(2):
+                with pytest.raises(ValueError, match=pattern):
+                    regroup_values(values, plan, key_dim=key_dim)
+                # Nor do they fit after calls that did.
+                for _ in range(2):
+                    regroup_values(make(grad=grad), plan)
+
+
+DISTURBANCES: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
+    "rows": lambda values: [v[:2].clone() for v in values],
+    "dtype": lambda values: [v.double() for v in values],
+    "one dtype": lambda values: [values[0], values[1].double()],
+    "padding": lambda values: [torch.cat([v, v], 1) for v in values],
+    "parameters": lambda values: [torch.nn.Parameter(v.detach()) for v in values],
+    "strides": lambda values: [v.T.contiguous().T for v in values],
+    "gradient": lambda values: [v.detach().requires_grad_(not v.requires_grad) for v in values],
+    "one gradient": lambda values: [values[0].detach(), values[1].detach().requires_grad_()],
+    "negative": lambda values: [negative_view(v) for v in values],
+    "one tensor twice": lambda values: [values[0], values[0][:, :6]],
+}
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("change", DISTURBANCES.values(), ids=DISTURBANCES)
+def test_a_call_unlike_the_last(
+    change: Callable[[list[Tensor]], list[Tensor]],
+    grad: bool,
+    guarded: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last call is recognised; one that differs in anything gets what is its own, as does the next."""
+    if not guarded:  # another torch may lack them
+        monkeypatch.setattr(regroup_module, "TensorGuards", None)
+    plan = build(REPEATED)
+    for _ in range(3):
+        for values in (make(grad=grad), make(grad=grad), change(make(grad=grad))):
+            outs = regroup_values(values, plan)
+            assert_same(outs, regroup_reference(values, LAYOUTS, REPEATED))
+            assert [out.requires_grad for out in outs] == [any(v.requires_grad for v in values)] * 3
+            with torch.no_grad():
+                assert not any(out.requires_grad for out in regroup_values(values, plan))
+            wanting = [v for v in values if v.requires_grad]
+            if wanting:
+                grads = whole_numbers(outs)
+                poison(*wanting)
+                expected = torch.autograd.grad(regroup_reference(values, LAYOUTS, REPEATED), wanting, grads)
+                assert_same(torch.autograd.grad(outs, wanting, grads), expected)
+
+
+def test_a_call_like_the_last_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = build()
+
+    def passes() -> list[Tensor]:
+        values = make(grad=True)
+        outs = regroup_values(values, plan)
+        return list(torch.autograd.grad(outs, values, whole_numbers(outs)))
+
+    wanted = passes()
+    monkeypatch.setattr(regroup_module, "_call_for", None)  # the way that describes the inputs
+    assert_same(passes(), wanted)
 
 
 def test_narrower_values_are_refused_even_where_the_used_columns_exist() -> None:

@@ -125,6 +125,55 @@ def test_columns(sample: Sample) -> None:
     check(sample, "columns")
 
 
+@given(
+    samples(rows=st.sampled_from((1, 2, 7, 64)), ranks=ANY_RANK, casts=False),
+    st.sampled_from((16, 100, 4 << 20)),
+)
+def test_columns_of_several_inputs_joined(sample: Sample, scratch: int) -> None:
+    """At a price that joins whatever can be joined, a few rows at a time where the scratch buffer is small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cost, "COLUMNS", cost.COLUMNS._replace(call=1e6, range=0.0, joined_byte=0.0))
+        patch.setattr(cost, "SCRATCH_BYTES", scratch)
+        check(sample, "columns")
+
+
+def joining(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Notes how many ranges of columns and how many rows each selection reads."""
+    seen: list[tuple[int, int]] = []
+    select = torch_impl._select
+
+    def noting(sources: list[Tensor], *rest: Any) -> None:
+        seen.append((len(sources), sources[0].shape[0]))
+        select(sources, *rest)
+
+    monkeypatch.setattr(torch_impl, "_select", noting)
+    return seen
+
+
+def test_gradients_of_alternating_keys_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A selection for each input of the forward, not one for each key."""
+    keys = [f"k{n}" for n in range(60)]
+    plan = RegroupPlan.build([(keys[:30], [7] * 30), (keys[30:], [13] * 30)], [keys[g::3] for g in range(3)])
+    values = [distinct((64, w), torch.float32, start=w) for w in plan.out_widths]
+    seen = joining(monkeypatch)
+    check(Sample(plan.column_map.transpose(), values, torch.float32, 1), "columns")
+    assert seen == [(3, 64), (3, 64)]
+
+
+def test_granules_at_the_grain_are_taken_in_two_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither would several threads take one each, nor share each."""
+    monkeypatch.setattr(torch_impl, "_GRAIN", 7 * 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    plan = RegroupPlan.build(
+        [([f"k{n}" for n in range(40)], [4] * 40)], [[f"k{n}" for n in range(39, -1, -1)]]
+    )
+    seen = joining(monkeypatch)
+    for rows, wanted in ((7, [(1, 4), (1, 3)]), (6, [(1, 6)]), (8, [(1, 8)])):
+        seen.clear()
+        check(Sample(plan.column_map, [distinct((rows, 160), torch.float32)], torch.float32, 1), "columns")
+        assert seen == wanted
+
+
 @given(samples(rows=FEW_ROWS))
 def test_rows(sample: Sample) -> None:
     assume(sample.column_map.used_inputs)
