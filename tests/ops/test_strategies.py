@@ -129,10 +129,11 @@ def test_columns(sample: Sample) -> None:
     samples(rows=st.sampled_from((1, 2, 7, 64)), ranks=ANY_RANK, casts=False),
     st.sampled_from((16, 100, 4 << 20)),
 )
+@settings(max_examples=200)
 def test_columns_of_several_inputs_joined(sample: Sample, scratch: int) -> None:
-    """At a price that joins whatever can be joined, a few rows at a time where the scratch buffer is small."""
+    """With a premium on joining whatever can be, a few rows at a time where the scratch buffer is small."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cost, "COLUMNS", cost.COLUMNS._replace(call=1e6, range=0.0, joined_byte=0.0))
+        patch.setattr(cost, "COLUMNS", cost.COLUMNS._replace(range=-1e9))
         patch.setattr(cost, "SCRATCH_BYTES", scratch)
         check(sample, "columns")
 
@@ -154,10 +155,16 @@ def test_gradients_of_alternating_keys_are_joined(monkeypatch: pytest.MonkeyPatc
     """A selection for each input of the forward, not one for each key."""
     keys = [f"k{n}" for n in range(60)]
     plan = RegroupPlan.build([(keys[:30], [7] * 30), (keys[30:], [13] * 30)], [keys[g::3] for g in range(3)])
-    values = [distinct((64, w), torch.float32, start=w) for w in plan.out_widths]
+    values = [distinct((64, w), torch.float32, start=n) for n, w in enumerate(plan.out_widths)]
     seen = joining(monkeypatch)
-    check(Sample(plan.column_map.transpose(), values, torch.float32, 1), "columns")
+    transposed = Sample(plan.column_map.transpose(), values, torch.float32, 1)
+    check(transposed, "columns")
     assert seen == [(3, 64), (3, 64)]
+    # Room for 50 rows of the first, 26 of the second.
+    seen.clear()
+    monkeypatch.setattr(cost, "SCRATCH_BYTES", 50 * 30 * 7 * 4)
+    check(transposed, "columns")
+    assert seen == [(3, 50), (3, 14), (3, 26), (3, 26), (3, 12)]
 
 
 def test_granules_at_the_grain_are_taken_in_two_halves(monkeypatch: pytest.MonkeyPatch) -> None:
