@@ -112,9 +112,35 @@ def test_comparison_runs_and_writes_json(
     cpu.main()
     written = json.loads(path.read_text())
     assert written["results"][0]["match"] is True
-    assert {"ours", "clone", "module", "regroup", "cat/split"} <= set(written["results"][0]["forward"])
+    assert {"ours", "clone", "module", "regroup", "cat/split", "bare"} <= set(
+        written["results"][0]["forward"]
+    )
+    assert {"ours", "module", "regroup", "cat/split", "bare"} == set(
+        written["results"][0]["forward + backward"]
+    ) - {"ours, function"}
     assert written["provenance"]["torch"] == torch.__version__
     assert "host" in capsys.readouterr().out
+
+
+def test_bare_calls_do_what_the_module_does() -> None:
+    for name in ("host", "odd widths", "skip half", "64 repeats", "cast to bf16"):
+        workload = function_workloads()[name]
+        small = workload.__class__(**{**workload.__dict__, "batch": 5})
+        ways, both = cpu.bare_calls(small)
+        kts = small.keyed_tensors(False)
+        wanted = cpu.reference(small, kts)
+        for way, run in ways.items():
+            assert all(map(torch.equal, run(kts), wanted)), way
+        assert cpu.matches(small, both)
+
+
+def test_figures_of_other_workloads_are_kept() -> None:
+    def result(name: str, n: int) -> dict[str, object]:
+        return {"name": name, "n": n}
+
+    before = [result("host", 1), result("ctr small", 1)]
+    after = cpu.merged(before, [result("host", 2), result("published", 2)])
+    assert [(r["name"], r["n"]) for r in after] == [("published", 2), ("ctr small", 1), ("host", 2)]
 
 
 def test_unknown_workload_is_refused(

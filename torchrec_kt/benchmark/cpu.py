@@ -3,10 +3,13 @@
     python -m torchrec_kt.benchmark.cpu                     # every workload
     python -m torchrec_kt.benchmark.cpu --only serving      # those whose name holds the word
     python -m torchrec_kt.benchmark.cpu --json cpu.json
+    python -m torchrec_kt.benchmark.cpu --only "ctr small" --json cpu.json --merge   # anew, beside the others
     python -m torchrec_kt.benchmark.cpu --from cpu.json --readme README.md   # its table, generated
 
 Candidates run interleaved; figures are medians of the rounds, and ratios say how many times as fast
-ours is. *Match* compares with slicing by key: forward bit for bit, gradients to rounding. Memory is
+ours is. *Bare* is the floor: the fastest of the ways to move the columns, as torch calls with their
+indices at hand and nothing around them; with backward, inside an autograd function that does nothing
+else. *Match* compares with slicing by key: forward bit for bit, gradients to rounding. Memory is
 what the peak of the process grew by during one call, over the bytes that the call returns.
 """
 
@@ -33,10 +36,15 @@ from torchrec.sparse.jagged_tensor import KeyedTensor, _regroup_keyed_tensors
 
 from .. import __version__
 from ..modules import KTRegroupAsDict, regroup
+from ..ops import RegroupPlan
+from ..ops.torch_impl import Strategy, TensorMeta, compile_map, strategy_counts
 from .calibrate import cpu_name
 from .timing import interleaved, medians
 from .workloads import Workload, function_workloads
 
+_STRATEGIES: tuple[Strategy, ...] = ("slices", "columns", "rows")
+# The floor is measured for inputs of no more than this; beyond, memory decides.
+_FLOOR_MEGABYTES = 50
 # Above this many copied keys times rows, fewer rounds do: TorchRec's module takes 2 us for each.
 _SLOW_STRIPS = 300_000
 
@@ -88,9 +96,45 @@ def matches(workload: Workload, candidate: Regroup) -> bool:
     return all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(got, exact))
 
 
+def bare_calls(workload: Workload) -> tuple[dict[str, Regroup], Regroup]:
+    """The torch calls alone: in each of the ways that can serve, and forward and backward as chosen."""
+    column_map = RegroupPlan.build(list(zip(workload.keys, workload.widths)), workload.groups).column_map
+    dtype = workload.cast or workload.dtype
+    cpu = torch.device("cpu")
+
+    def metas(widths: tuple[int, ...], dtype: torch.dtype) -> list[TensorMeta]:
+        return [TensorMeta((workload.batch, width), dtype, cpu) for width in widths]
+
+    inputs = metas(column_map.in_widths, workload.dtype)
+    transposed = column_map.transpose()
+    forward = compile_map(column_map, inputs, dtype, 1)
+    backward = compile_map(transposed, metas(column_map.out_widths, dtype), workload.dtype, 1)
+
+    class Bare(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *values: Tensor) -> tuple[Tensor, ...]:
+            return tuple(forward(values))
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            return tuple(backward(grads))
+
+    ways = {
+        f"bare {s}": compile_map(column_map, inputs, dtype, 1, s)
+        for s in _STRATEGIES
+        if strategy_counts(column_map, inputs, dtype, 1, s) is not None
+    }
+    return (
+        {name: lambda kts, run=run: run([kt.values() for kt in kts]) for name, run in ways.items()}
+        | {"bare": lambda kts: forward([kt.values() for kt in kts])},
+        lambda kts: list(Bare.apply(*[kt.values() for kt in kts])),  # pyright: ignore[reportGeneralTypeIssues]
+    )
+
+
 def time_workload(workload: Workload, rounds: int, with_module: bool) -> dict[str, Any]:
     """Seconds of every candidate, forward and forward + backward, and of a clone of the inputs."""
     found = candidates(workload, with_module)
+    bare, bare_both = bare_calls(workload) if workload.megabytes < _FLOOR_MEGABYTES else ({}, None)
     plain, leaves = workload.keyed_tensors(False), workload.keyed_tensors(True)
     tensors = [kt.values() for kt in leaves]
     grads = [torch.ones_like(t) for t in found["ours"](plain)]
@@ -112,12 +156,22 @@ def time_workload(workload: Workload, rounds: int, with_module: bool) -> dict[st
         "forward": medians(
             interleaved(
                 {"clone": lambda: [kt.values().clone() for kt in plain]}
-                | {name: forward(run) for name, run in found.items()},
+                | {name: forward(run) for name, run in (found | bare).items()},
                 rounds,
             )
         ),
-        "forward + backward": medians(interleaved({name: both(run) for name, run in found.items()}, rounds)),
+        "forward + backward": medians(
+            interleaved(
+                {name: both(run) for name, run in found.items()}
+                | ({"bare": both(bare_both)} if bare_both else {}),
+                rounds,
+            )
+        ),
     }
+    if bare:
+        # Kept apart from the choice, whose own calls are among them.
+        forward_times = result["forward"]
+        forward_times["bare"] = min(time for name, time in forward_times.items() if name.startswith("bare"))
     result["extra memory"] = _extra_memory(found["ours"], plain, leaves, tensors, grads)
     return result
 
@@ -172,6 +226,7 @@ def show(results: list[dict[str, Any]], console: Console) -> None:
             "module",
             "regroup",
             "cat/split",
+            "bare",
             "memory",
             "match",
         ):
@@ -193,6 +248,7 @@ def show(results: list[dict[str, Any]], console: Console) -> None:
                 over("module"),
                 over("regroup"),
                 over("cat/split"),
+                over("bare"),
                 "-" if memory is None else f"{memory:.2f}",
                 "yes" if result["match"] else "NO",
             )
@@ -209,14 +265,15 @@ def markdown(run: dict[str, Any]) -> str:
         return f"{value:.0f}" if value >= 20 else f"{value:.1f}" if value >= 3 else f"{value:.2f}"
 
     lines = [
-        "| workload | MB | module | `regroup` | cat/split | clone | match |",
-        "|---|---:|---:|---:|---:|---:|---|",
+        "| workload | MB | module | `regroup` | cat/split | clone | bare calls | match |",
+        "|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     for result in run["results"]:
         forward, both = result["forward"], result["forward + backward"]
         cells = [f"{ratio(forward, n)} / {ratio(both, n)}" for n in ("module", "regroup", "cat/split")]
+        cells += [ratio(forward, "clone"), f"{ratio(forward, 'bare')} / {ratio(both, 'bare')}"]
         lines.append(
-            f"| {result['name']} | {result['megabytes']:.1f} | {' | '.join(cells)} | {ratio(forward, 'clone')} | "
+            f"| {result['name']} | {result['megabytes']:.1f} | {' | '.join(cells)} | "
             f"{'yes' if result['match'] else 'NO'} |"
         )
     made = run["provenance"]
@@ -224,7 +281,8 @@ def markdown(run: dict[str, Any]) -> str:
         "",
         "Time of the peer over ours, forward / forward + backward. *module* is TorchRec's `KTRegroupAsDict` over "
         "FBGEMM, *regroup* `KeyedTensor.regroup`, *cat/split* TorchRec's `_regroup_keyed_tensors`, *clone* a "
-        "`clone()` of the inputs, forward only. *match*: equal to slicing by key, in the same run. "
+        "`clone()` of the inputs, forward only. *bare calls*: the torch calls alone, indices at hand, inside an autograd function with "
+        "backward; for inputs below 50 MB. *match*: equal to slicing by key, in the same run. "
         f"{made['cpu']}, {made['threads']} threads on {made['cores']} cores, torch {made['torch']}, torchrec "
         f"{made['torchrec']}, medians of interleaved rounds, {made['date']}.",
     ]
@@ -245,7 +303,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="workloads whose name holds this")
+    parser.add_argument("--only", default="", help="the workload of this name, or those whose name holds it")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-megabytes", type=float, default=1100, help="leave out larger inputs")
@@ -258,6 +316,9 @@ def main() -> None:
     parser.add_argument("--without-module", action="store_true", help="leave out TorchRec's slow module")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument(
+        "--merge", action="store_true", help="keep the figures of other workloads that the file holds"
+    )
+    parser.add_argument(
         "--from", type=Path, dest="source", help="show the figures of this file, measure nothing"
     )
     parser.add_argument("--readme", type=Path, help="put the table into this file, between its marks")
@@ -265,6 +326,8 @@ def main() -> None:
     console = Console(width=150)
     run = json.loads(arguments.source.read_text()) if arguments.source else measure(arguments, parser)
     show(run["results"], console)
+    if arguments.json and arguments.merge and arguments.json.exists():
+        run["results"] = merged(json.loads(arguments.json.read_text())["results"], run["results"])
     if arguments.json:
         arguments.json.write_text(json.dumps(run, indent=1) + "\n")
     if arguments.readme:
@@ -273,14 +336,18 @@ def main() -> None:
         raise SystemExit("some results do not match slicing by key, see the last column")
 
 
+def merged(before: list[dict[str, Any]], results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The new results, and those before of other workloads, in the order of the workloads."""
+    found = {result["name"]: result for result in before + results}
+    return [found[name] for name in function_workloads() if name in found]
+
+
 def measure(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Any]:
     """Run the chosen workloads; the figures with where they come from."""
     torch.set_num_threads(arguments.threads)
-    chosen = [
-        w
-        for w in function_workloads().values()
-        if arguments.only in w.name and w.megabytes <= arguments.max_megabytes
-    ]
+    every = function_workloads()
+    named = [every[arguments.only]] if arguments.only in every else every.values()
+    chosen = [w for w in named if arguments.only in w.name and w.megabytes <= arguments.max_megabytes]
     if not chosen:
         parser.error(
             f"no workload's name holds {arguments.only!r}; there are {', '.join(function_workloads())}"
