@@ -20,6 +20,11 @@ BUILDS = ROOT / "build" / "kernel"
 NEED_NVCC = "TORCHREC_KT_TESTS_NEED_NVCC"
 
 
+def path() -> str:
+    """Where programs are looked for: first among those of this environment."""
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
 def run(
     command: Sequence[str | Path],
     *,
@@ -29,7 +34,7 @@ def run(
     timeout: float = 1500,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command, both outputs joined. ``env`` changes the environment; None takes a name away."""
-    environment = dict(os.environ)
+    environment = dict(os.environ, PATH=path())
     for name, value in (env or {}).items():
         environment.pop(name, None)
         if value is not None:
@@ -74,7 +79,7 @@ def build(name: str, **defines: str) -> Path:
 
 def nvcc() -> str | None:
     """A CUDA compiler, as CMake would find it."""
-    return os.environ.get("CUDACXX") or shutil.which("nvcc")
+    return os.environ.get("CUDACXX") or shutil.which("nvcc", path=path())
 
 
 def nvidia_tool(name: str) -> Path:

@@ -52,7 +52,7 @@ class Instruction(NamedTuple):
 def sass(cuda_library: Path) -> dict[str, list[Instruction]]:
     """By kernel, for sm_90."""
     disassembler = building.nvidia_tool("nvdisasm")
-    path = f"{disassembler.parent}{os.pathsep}{os.environ['PATH']}"
+    path = f"{disassembler.parent}{os.pathsep}{building.path()}"
     tool = building.nvidia_tool("cuobjdump")
     text = building.run(
         [tool, "--dump-sass", "--gpu-architecture", "sm_90", cuda_library], env={"PATH": path}
