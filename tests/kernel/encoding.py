@@ -43,6 +43,7 @@ class Decoded(NamedTuple):
     n_in: int
     out_widths: list[int]
     needed: list[int]
+    needed_log: list[int]
     has_sums: bool
     launches: list[Launch]
 
@@ -56,7 +57,7 @@ def decode(map_words: Sequence[int], header: Sequence[int]) -> Decoded:
 
     n_in, n_out, words, has_sums = take(4)
     assert words == len(map_words)
-    out_widths, needed = take(n_out), take(n_in)
+    out_widths, needed, needed_log = take(n_out), take(n_in), take(n_in)
     launches: list[Launch] = []
     for _ in range(next(numbers)):
         begin, size, n_slots, n_segments = take(4)
@@ -66,7 +67,7 @@ def decode(map_words: Sequence[int], header: Sequence[int]) -> Decoded:
         assert len(own) == size
         launches.append(Launch(slots, segments, list(_vectors(own, slots, segments))))
     assert not list(numbers), "words after the last launch"
-    return Decoded(n_in, out_widths, needed, bool(has_sums), launches)
+    return Decoded(n_in, out_widths, needed, needed_log, bool(has_sums), launches)
 
 
 def _vectors(

@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -188,7 +189,7 @@ def test_more_tensors_than_a_launch_takes(transposed: bool) -> None:
     assert program is not None
     assert_same(program(values), expected)
     _, header = program.variant
-    assert header[4 + len(column_map.out_widths) + len(program.used)] > 1  # launches
+    assert header[4 + len(column_map.out_widths) + 2 * len(program.used)] > 1  # launches
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
@@ -448,3 +449,39 @@ def test_variants_for_alignments_are_bounded() -> None:
     for offsets in itertools.product((0, 1, 2, 4, 8), repeat=3):
         check_copies([placed(2, 16, torch.uint8, o, 16 * (1 + o)) for o in offsets], column_map)
     assert 1 < len(column_map.recipes["kernel"]) <= 32
+
+
+# --- the call -------------------------------------------------------------------------------------------
+
+
+def allocated(run: Callable[[], object]) -> list[int]:
+    """Sizes of the tensors that a call allocates, and that live on after it as its result."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        result = run()
+    events: Any = profile.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+    del result
+    return sorted(event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_calls_allocate_their_outputs_alone(dtype: torch.dtype) -> None:
+    """No copy of an input, whatever its strides; no map; forward, and backward with sums."""
+    column_map = ColumnMap([*MOVES, (1, 1, 0, 3, 9)], IN_WIDTHS, OUT_WIDTHS)
+    for name in ("contiguous", "padded rows", "transposed", "offset", "expanded rows"):
+        for program_map in (column_map, column_map.transpose()):
+            values = [STRIDES[name](random_values((5, w), dtype)) for w in program_map.in_widths]
+            program = program_for(values, program_map)
+            assert program is not None
+            program(values)
+            sizes = allocated(lambda: program(values))  # noqa: B023
+            assert sizes == sorted(5 * w * dtype.itemsize for w in program_map.out_widths)
+
+
+def test_casts_allocate_their_outputs_alone() -> None:
+    values = [torch.randn(5, w) for w in IN_WIDTHS]
+    program = program_for(values, ColumnMap(MOVES, IN_WIDTHS, OUT_WIDTHS), torch.bfloat16)
+    assert program is not None
+    program(values)
+    assert allocated(lambda: program(values)) == sorted(5 * w * 2 for w in OUT_WIDTHS)

@@ -19,7 +19,7 @@ from torchrec_kt.ops import _native
 encode: Callable[..., tuple[Tensor, Tensor]] = torch.ops.torchrec_kt._encode_map
 apply: Callable[..., list[Tensor]] = torch.ops.torchrec_kt._apply_map
 INPUTS, OUTPUTS = 2, 2
-HEADER_WORDS = 4 + OUTPUTS + INPUTS  # before the launches
+HEADER_WORDS = 4 + OUTPUTS + 2 * INPUTS  # before the launches
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,7 @@ def test_changed_launches(kind: str, data: st.DataObject) -> None:
     """The part of the header that the kernel's parameters come from, by small steps."""
     call = make(**KINDS[kind])
     header = call.header.clone()
-    begin = HEADER_WORDS if len(call.values) == INPUTS else 4 + OUTPUTS + len(call.values)
+    begin = HEADER_WORDS if len(call.values) == INPUTS else 4 + OUTPUTS + 2 * len(call.values)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(begin, len(header) - 1))
         header[at] += data.draw(st.integers(-4, 4))
@@ -227,7 +227,7 @@ def test_widths_that_no_memory_holds() -> None:
 def test_rows_without_end() -> None:
     """Rows of an input need no memory; a header without outputs asks for none either."""
     map = torch.zeros(32, dtype=torch.int32)
-    header = torch.tensor([1, 0, 32, 0, 1, 1, 0, 32, 1, 1, 0, 0, 0, 1, 0, 0, 16])
+    header = torch.tensor([1, 0, 32, 0, 1, 0, 1, 0, 32, 1, 1, 0, 0, 0, 1, 0, 0, 16])
     for rows in (2**57, 2**60, 2**62):
         refused(Call([torch.ones(1, 1).expand(rows, 1)], map, header, -1), "more vectors than any tensor has")
     assert apply([torch.ones(1, 1).expand(2**20, 1)], map, header, -1) == []
@@ -247,7 +247,7 @@ def reference(slot: int, place: int) -> int:
 def test_no_input_is_written_and_no_output_read(dtype: torch.dtype, cast: int) -> None:
     """Even where a map asks for it: elements of the one have another size than elements of the other."""
     values = [torch.ones(3, 16, dtype=dtype)]
-    header = torch.tensor([1, 1, 2, 0, 16, 16, 1, 0, 2, 2, 1, 0, 0, 0, 1, 0, 0, 1, 0, 0, 1])
+    header = torch.tensor([1, 1, 2, 0, 16, 16, 0, 1, 0, 2, 2, 1, 0, 0, 0, 1, 0, 0, 1, 0, 0, 1])
     source, target = reference(0, 15), reference(1, 15)
     for pair, written in (((source, target), True), ((target, source), False), ((target, target), False)):
         map = torch.tensor(pair, dtype=torch.int32)
@@ -262,7 +262,7 @@ def test_vectors_longer_than_a_slot_is_aligned() -> None:
     """Columns that are one in memory: four of them are not where a vector would look."""
     values = [torch.ones(3, 1).expand(3, 16)]
     for to_log in (0, 2):
-        header = torch.tensor([1, 1, 2, 0, 16, 16, 1, 0, 2, 2, 1, 0, 0, 0, 1, 0, to_log, 1, 2, 0, 1])
+        header = torch.tensor([1, 1, 2, 0, 16, 16, 0, 1, 0, 2, 2, 1, 0, 0, 0, 1, 0, to_log, 1, 2, 0, 1])
         apply(values, torch.tensor([reference(0, 3), reference(1, 0)], dtype=torch.int32), header, -1)
 
 

@@ -41,7 +41,7 @@ def check_map(
     assert decoded.out_widths == [w * scale for w in column_map.out_widths]
     assert decoded.has_sums == (column_map.max_fan_in > 1)
     found: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    needed = [0] * n_in
+    needed, needed_log = [0] * n_in, [0] * n_in
     for launch in decoded.launches:
         assert 0 < len(launch.slots) <= MAX_SLOTS
         assert len(set(launch.slots)) == len(launch.slots)
@@ -58,6 +58,7 @@ def check_map(
             for t, at in sources:
                 assert 0 <= t < n_in
                 needed[t] = max(needed[t], at + (1 << log))
+                needed_log[t] = max(needed_log[t], log)
             for n in range(1 << log):
                 place = tensor - n_in, column + n
                 assert place not in found, f"column {place} is written twice"
@@ -77,6 +78,7 @@ def check_map(
     }
     assert found == expected
     assert decoded.needed == needed
+    assert decoded.needed_log == needed_log
 
 
 def decoded_of(

@@ -55,8 +55,8 @@ class Reader {
 //
 // The header stays on the host:
 //
-//   n_in, n_out, map_words, has_sums, widths[n_out], needed columns[n_in], n_launches,
-//   then, for each launch: map_begin (in pairs of words), map_words, n_slots, n_segments,
+//   n_in, n_out, map_words, has_sums, widths[n_out], needed columns[n_in], needed alignment[n_in] (log2 of
+//   elements), n_launches, then, for each launch: map_begin (in pairs of words), map_words, n_slots, n_segments,
 //     slots:    tensor (inputs first, then outputs), window, alignment (log2 of elements)
 //     segments: kind, log2 of elements, begin, count
 struct Encoded {
@@ -71,7 +71,8 @@ class Encoder {
         n_in_(n_in),
         alignment_(std::move(alignment)),
         max_log_(max_log),
-        needed_(static_cast<size_t>(n_in), 0) {}
+        needed_(static_cast<size_t>(n_in), 0),
+        needed_log_(static_cast<size_t>(n_in), 0) {}
 
   // Columns [start, start + length) of output `out` come from `sources`, pairs (input, offset).
   void add(int64_t out, int64_t start, int64_t length, const std::vector<std::pair<int64_t, int64_t>>& sources) {
@@ -102,6 +103,7 @@ class Encoder {
         n_in_, static_cast<int64_t>(out_widths_.size()), static_cast<int64_t>(map_.size()), has_sums_};
     result.header.insert(result.header.end(), out_widths_.begin(), out_widths_.end());
     result.header.insert(result.header.end(), needed_.begin(), needed_.end());
+    result.header.insert(result.header.end(), needed_log_.begin(), needed_log_.end());
     result.header.push_back(n_launches_);
     result.header.insert(result.header.end(), launches_.begin(), launches_.end());
     result.map = std::move(map_);
@@ -233,6 +235,10 @@ class Encoder {
       launches_.push_back(slot.tensor);
       launches_.push_back(slot.window);
       launches_.push_back(slot.log_needed);
+      if (slot.tensor < n_in_) {
+        int64_t& log = needed_log_[static_cast<size_t>(slot.tensor)];
+        log = std::max<int64_t>(log, slot.log_needed);
+      }
     }
     launches_.insert(launches_.end(), segments.begin(), segments.end());
     slots_.clear();
@@ -244,6 +250,7 @@ class Encoder {
   std::vector<int64_t> alignment_;
   int max_log_;
   std::vector<int64_t> needed_;
+  std::vector<int64_t> needed_log_;
   size_t words_ = 0;
   int64_t done_ = 0;  // columns of the piece at hand that earlier parts have covered
   std::vector<WindowOf> slots_;

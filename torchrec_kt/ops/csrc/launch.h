@@ -27,7 +27,8 @@ struct Header {
   int64_t map_words;
   bool has_sums;
   const int64_t* out_widths;
-  const int64_t* needed;  // columns of each input
+  const int64_t* needed;      // columns of each input
+  const int64_t* needed_log;  // and alignment, log2 of elements
 };
 
 inline Header read_header(Reader& reader) {
@@ -38,6 +39,8 @@ inline Header read_header(Reader& reader) {
   header.has_sums = reader.next(0, 1, "whether there are sums") != 0;
   header.out_widths = reader.take(static_cast<size_t>(header.n_out));
   header.needed = reader.take(static_cast<size_t>(header.n_in));
+  header.needed_log = reader.take(0);
+  for (int64_t i = 0; i < header.n_in; ++i) reader.next(0, 4, "alignment of an input");
   return header;
 }
 

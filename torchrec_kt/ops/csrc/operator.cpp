@@ -125,6 +125,7 @@ std::vector<Tensor> apply(const std::vector<Tensor>& values, Tensor map, const T
 
   thread_local std::vector<TensorView> views;
   views.clear();
+  bool aligned = true;
   for (int64_t i = 0; i < header.n_in; ++i) {
     const Tensor& value = values[static_cast<size_t>(i)];
     if (value.dim() != 2 || value.sizes()[0] != shape.rows || value.sizes()[1] < header.needed[i]) {
@@ -138,7 +139,9 @@ std::vector<Tensor> apply(const std::vector<Tensor>& values, Tensor map, const T
     // The stride of a dimension of one can be any number.
     const int64_t row_stride = shape.rows == 1 ? 0 : value.strides()[0];
     views.push_back({value.data(), value.sizes()[1], row_stride, value.sizes()[1] == 1 ? 1 : value.strides()[1]});
+    aligned = aligned && is_aligned(views.back(), shape.in_bytes, static_cast<int>(header.needed_log[i]));
   }
+  if (!aligned && shape.rows > 0) return {};  // before anything is allocated
 
   std::optional<shims::DeviceGuard> guard;
   if (device_type != aoti_torch_device_type_cpu()) guard.emplace(device);
