@@ -218,6 +218,16 @@ def test_a_column_repeated_more_often_than_a_launch_has_tensors() -> None:
     assert_same(apply(values, ColumnMap(moves, [12, 12], [8])), expected)
 
 
+def test_a_column_from_many_windows() -> None:
+    """Of one tensor, which is one slot for each."""
+    count = _MAX_TENSORS + 1
+    moves = [(0, 0, i * WINDOW + i, 0, 4) for i in range(count)]
+    width = count * WINDOW
+    values = [torch.zeros(1, 1, dtype=torch.bfloat16).expand(1, width)]
+    assert program_for(values, ColumnMap(moves, [width], [4])) is None
+    assert_same(apply(values, ColumnMap(moves[1:], [width], [4])), [torch.zeros(1, 4, dtype=torch.bfloat16)])
+
+
 @pytest.fixture
 def untouched(tmp_path: Path) -> Iterator[Tensor]:
     """20 GiB of zeros that take memory only where they are written."""

@@ -33,8 +33,10 @@ VECTOR_BYTES = 16
 # Dimensions after key_dim multiply the columns that the map lists. Beyond this, slices, which are then
 # long, are as good and need no map.
 _MAX_COLUMNS = 1 << 22
-# Tensors that one column can be the sum over: a launch reaches 112, the output among them.
+# Tensors that one column can be the sum over: a launch reaches 112, the output among them. A tensor counts
+# once for each window of so many columns.
 _MAX_TENSORS = 111
+_WINDOW = 1 << 24
 # Variants of one map for tensors that are aligned differently.
 _MAX_VARIANTS = 32
 
@@ -69,20 +71,21 @@ def compile_for_kernel(
     in_type, out_type = (_PARTS[common], _PARTS[dtype]) if parts else (common, dtype)
     if arithmetic and not (in_type in _CASTS and out_type in _CASTS):
         return None
-    if max(_tensors_per_column(column_map)) > _MAX_TENSORS:
+    in_windows = max(inputs[i].shape[key_dim] for i in used) * inner * 2 > _WINDOW
+    if max(_tensors_per_column(column_map, in_windows)) > _MAX_TENSORS:
         return None
     if common.itemsize not in (1, 2, 4, 8, 16) or str(common).startswith("torch.q"):
         return None
     return _Program(column_map, inputs, key_dim, rows, inner, common, dtype, in_type, out_type, parts)
 
 
-def _tensors_per_column(column_map: ColumnMap) -> Iterator[int]:
+def _tensors_per_column(column_map: ColumnMap, in_windows: bool) -> Iterator[int]:
     if column_map.max_fan_in <= _MAX_TENSORS:
         yield column_map.max_fan_in
     else:
         for pieces in column_map.outputs:
             for piece in pieces:
-                yield len({tensor for tensor, _ in piece.sources})
+                yield len(piece.sources if in_windows else {tensor for tensor, _ in piece.sources})
 
 
 # Whether tensors on the CPU take the kernel, which then is a host build of it: in checks.
