@@ -390,6 +390,16 @@ def test_sums_are_taken_in_the_order_of_the_moves(dtype: torch.dtype) -> None:
     assert_same(apply(values, ColumnMap(moves, [12] * 9, [11])), expected)
 
 
+@pytest.mark.parametrize(("dtype", "target"), list(itertools.product(REAL_DTYPES, repeat=2)), ids=str)
+def test_sums_are_taken_in_the_wider_type(dtype: torch.dtype, target: torch.dtype) -> None:
+    """In float64 where either side is, else in float32; narrower types are not what is added in."""
+    values = [random_values((6, 12), dtype) * 10 ** (n % 3) for n in range(7)]
+    moves = [(i, 0, 1, 2, 8) for i in range(7)]
+    sums = torch.float64 if torch.float64 in (dtype, target) else torch.float32
+    expected = apply_moves(values, moves, [11], key_dim=1, dtype=target, sum_dtype=sums)
+    assert_same(apply(values, ColumnMap(moves, [12] * 7, [11]), target), expected)
+
+
 @pytest.mark.parametrize(("dtype", "target"), list(itertools.product(COMPLEX_DTYPES, repeat=2)), ids=str)
 def test_complex_casts(dtype: torch.dtype, target: torch.dtype) -> None:
     values = [random_values((6, 12), dtype)]
