@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from ..ops.regroup import apply_column_map, device_of, graph_moves, regroup_by_moves
+from ..ops.regroup import apply_column_map, device_of, graph_moves, moves_beside, regroup_by_moves
 from ._inputs import PlanCache, check_names, common_key_dim, fixed, unpack
 
 __all__ = ["regroup", "regroup_as_dict"]
@@ -35,7 +35,10 @@ def _regroup_eagerly(keyed_tensors: List[KeyedTensor], groups: List[List[str]]) 
         widths = fixed(widths)
         out_widths, used = _plan_at_compile_time(groups, names, widths)
         key_dim = common_key_dim(dims, values, used)
-        moves = _moves_at_compile_time(groups, names, widths, device_of(values, used))
+        if torch.compiler.is_dynamo_compiling():
+            moves = _moves_at_compile_time(groups, names, widths, device_of(values, used))
+        else:
+            moves = moves_beside(values, _plans.find(groups, names, widths).column_map)
         return regroup_by_moves(values, moves, out_widths, used, key_dim, None)
     column_map = _plans.find(groups, names, widths).plan.column_map
     return apply_column_map(values, column_map, None, common_key_dim(dims, values, column_map.used_inputs))

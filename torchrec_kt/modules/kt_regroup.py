@@ -5,6 +5,7 @@ from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torchrec.modules.embedding_configs import DataType, data_type_to_dtype
 from torchrec.modules.regroup import KTRegroupAsDict as TorchRecKTRegroupAsDict
 from torchrec.modules.regroup import PermuteMultiEmbedding as TorchRecPermuteMultiEmbedding
@@ -12,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from ..ops.compat import plan_rows
 from ..ops.plan import ColumnMap, RegroupPlan
-from ..ops.regroup import apply_column_map, device_of, graph_moves, regroup_by_moves
+from ..ops.regroup import apply_column_map, device_of, graph_moves, moves_beside, regroup_by_moves
 from ._inputs import CachedPlan, PlanCache, check_names, common_key_dim, fixed, unpack
 from .layout import Layout, read_layout
 
@@ -90,7 +91,7 @@ class PermuteMultiEmbedding(TorchRecPermuteMultiEmbedding):
         for old, new in zip(before, (self._permutes, self._in_shapes, self._out_shapes)):
             if old.is_meta and not new.is_meta:
                 self._out_lengths = None
-            elif not new.is_meta and old is not new:
+            elif not new.is_meta and old is not new and not isinstance(new, FakeTensor):
                 new.copy_(old)
         return self
 
@@ -105,7 +106,9 @@ class PermuteMultiEmbedding(TorchRecPermuteMultiEmbedding):
                 torch.tensor(rows, dtype=torch.int32, device=target)
                 for rows in (plan_rows(plan), plan.in_widths, plan.out_widths)
             )
-        self.init_tensors(permutes.reshape(-1, 6), in_shapes, out_shapes, list(plan.out_widths))
+            if not permutes.numel():
+                permutes = torch.empty((0, 6), dtype=torch.int32, device=target)
+        self.init_tensors(permutes, in_shapes, out_shapes, list(plan.out_widths))
         self._layout_keys, self._layout_widths = _names(plan)
         self._key_dim = key_dim
 
@@ -348,8 +351,10 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
         # module may show another plan later, and nothing would tell the code to be compiled anew.
         if torch.compiler.is_exporting() and self._holds_at_compile_time(names, widths, device):
             moves = self._permute_pooled_embs_impl._permutes
-        else:
+        elif torch.compiler.is_dynamo_compiling():
             moves = self._moves_at_compile_time(names, widths, device)
+        else:
+            moves = moves_beside(values, self._plans.find(self._groups, names, widths).column_map)
         return dict(
             zip(self._keys, regroup_by_moves(values, moves, out_widths, used, key_dim, self._out_dtype))
         )

@@ -50,6 +50,11 @@ LIBRARY.define(
 )
 
 
+# Layouts rarely vary much within one process; the bound is there so that they may.
+_MAX_PLANS = 64
+_plans: dict[Any, RegroupPlan] = {}
+
+
 def plan_rows(plan: RegroupPlan) -> list[tuple[int, int, int, int, int, int]]:
     """The plan as FBGEMM writes it: one row per use of a key, in group order.
 
@@ -302,7 +307,15 @@ def _plan(
         raise ValueError(
             f"got {len(keys)} lists of keys and {len(lengths)} lists of lengths; expected one each"
         )
-    return RegroupPlan.build(layouts=list(zip(keys, lengths)), groups=groups)
+    # Scripted code hands the names over in every call.
+    called_with = tuple(map(tuple, keys)), tuple(map(tuple, lengths)), tuple(map(tuple, groups))
+    plan = _plans.get(called_with)
+    if plan is None:
+        plan = RegroupPlan.build(layouts=list(zip(keys, lengths)), groups=groups)
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        _plans[called_with] = plan
+    return plan
 
 
 LIBRARY.impl("kt_regroup_arguments", kt_regroup_arguments, "CompositeExplicitAutograd")

@@ -601,7 +601,8 @@ def graph_moves(column_map: ColumnMap, device: torch.device) -> Tensor:
     found = column_map.recipes.get(("moves", device))
     if found is None:
         # Nothing that records or wraps tensors here may get hold of one that is kept.
-        with _disable_current_modes(), torch._C._DisableFuncTorch(), torch.inference_mode(False):
+        no_functions, no_transforms = torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch()
+        with _disable_current_modes(), no_functions, no_transforms, torch.inference_mode(False):
             state = _tracing_state()
             if state is not None:
                 _set_tracing_state(None)
@@ -614,8 +615,10 @@ def graph_moves(column_map: ColumnMap, device: torch.device) -> Tensor:
 
 
 def _new_moves(column_map: ColumnMap, device: torch.device) -> Tensor:
-    rows = torch.tensor(column_map.moves, dtype=torch.int32, device=device)
-    return rows.reshape(-1, _MOVE_FIELDS)
+    # No view: autograd saves those as a new tensor in every step, and a plan should be one tensor always.
+    if not column_map.moves:
+        return torch.empty((0, _MOVE_FIELDS), dtype=torch.int32, device=device)
+    return torch.tensor(column_map.moves, dtype=torch.int32, device=device)
 
 
 def device_of(values: Sequence[Tensor], used: Sequence[int]) -> torch.device:
