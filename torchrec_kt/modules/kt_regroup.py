@@ -396,7 +396,7 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
 
         Args:
             layout: one entry per input: a ``(keys, widths)`` pair, a KeyedTensor, or an
-                EmbeddingBagCollection, plain or quantised.
+                EmbeddingBagCollection, plain, quantised or sharded.
             device: where the plan tensors of graphs go; by default they stay where they are.
 
         Returns:

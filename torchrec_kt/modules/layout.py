@@ -17,7 +17,8 @@ def read_layout(layout: Sequence[Layout]) -> tuple[list[tuple[Sequence[str], Seq
     """``(keys, widths)`` of each entry, and the key_dim.
 
     Args:
-        layout: per input a ``(keys, widths)`` pair, a KeyedTensor, or an embedding bag collection.
+        layout: per input a ``(keys, widths)`` pair, a KeyedTensor, or an embedding bag collection:
+            plain, quantised, or sharded, whose order of keys is then that of the sharding.
 
     Raises:
         TypeError: an entry is none of these.
@@ -35,8 +36,8 @@ def read_layout(layout: Sequence[Layout]) -> tuple[list[tuple[Sequence[str], Seq
         if isinstance(entry, KeyedTensor):
             pairs.append((entry.keys(), entry.length_per_key()))
             key_dims.add(entry.key_dim())
-        elif hasattr(entry, "embedding_bag_configs"):
-            pairs.append(_of_collection(entry))
+        elif hasattr(entry, "embedding_bag_configs") or _output_of(entry) is not None:
+            pairs.append(_output_of(entry) or _of_tables(entry))
         elif isinstance(entry, (tuple, list)) and len(entry) == 2:
             pairs.append((entry[0], entry[1]))
         else:
@@ -57,14 +58,25 @@ def _is_pair(layout: Sequence[Any]) -> bool:
     )
 
 
-def _of_collection(collection: Any) -> tuple[Sequence[str], Sequence[int]]:
-    # A quantised collection orders its output by type of table, and knows the order.
-    names, widths = (
-        getattr(collection, "_embedding_names", None),
-        getattr(collection, "_length_per_key", None),
-    )
-    if names is not None and widths is not None:
-        return names, widths
+def _output_of(collection: Any) -> tuple[Sequence[str], Sequence[int]] | None:
+    """Keys and widths of the output, of collections that order it otherwise than their tables and know how.
+
+    Quantised ones go by type of table, sharded ones by type of sharding.
+    """
+    names = getattr(collection, "_embedding_names", None)
+    shardings = getattr(collection, "_sharding_type_device_group_to_sharding", None)
+    if not names and isinstance(shardings, dict):
+        # A quantised one that is sharded lists these on its first batch.
+        names = [name for sharding in shardings.values() for name in sharding.embedding_names()]
+        return names, [dim for sharding in shardings.values() for dim in sharding.embedding_dims()]
+    for attribute in ("_length_per_key", "_embedding_dims"):
+        widths = getattr(collection, attribute, None)
+        if isinstance(names, list) and isinstance(widths, list) and len(names) == len(widths):
+            return names, widths
+    return None
+
+
+def _of_tables(collection: Any) -> tuple[Sequence[str], Sequence[int]]:
     configs = collection.embedding_bag_configs()
     by_table = get_embedding_names_by_table(configs)
     keys = [name for names in by_table for name in names]
