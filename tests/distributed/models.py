@@ -312,12 +312,18 @@ def sharding_plan(model: nn.Module, kind: str, size: int) -> ShardingPlan:
     )
 
 
+def world_env() -> ShardingEnv:
+    world = dist.group.WORLD
+    assert world is not None
+    return ShardingEnv.from_process_group(world)
+
+
 def shard(model: nn.Module, kind: str, **options: Any) -> DistributedModelParallel:
     """Wrap ``model``, which holds a :class:`Model`, for the world at hand."""
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    options.setdefault("env", world_env())
     found = DistributedModelParallel(
         model,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),  # pyright: ignore[reportArgumentType]
         device=CPU,
         plan=sharding_plan(model, kind, dist.get_world_size()),
         sharders=[sharder()],  # pyright: ignore[reportArgumentType]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchrec.distributed.shard import shard as shard_one
 from torchrec.distributed.shard import shard_modules
 from torchrec.distributed.sharding_plan import table_wise
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv
+from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
 from torchrec_kt import KTRegroupAsDict, swap_regroup
 
@@ -40,6 +40,7 @@ from .models import (
     sharder,
     sharding_plan,
     update_during_backward,
+    world_env,
 )
 from .world import in_world
 
@@ -221,7 +222,7 @@ def test_sharded_by_the_functions(how: str, plan: str) -> None:
     warm(model)
     size = dist.get_world_size()
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    env = ShardingEnv.from_process_group(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
+    env = world_env()
     if how == "shard_modules":
         plans = sharding_plan(model, plan, size)
         shard_modules(model, env=env, device=CPU, plan=plans, sharders=[sharder()])  # pyright: ignore
