@@ -7,10 +7,13 @@ BIN := $(VENV)/bin
 TORCHREC_KT_CUDA ?= $(if $(wildcard /dev/nvidia0),AUTO,OFF)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test check clean
+.PHONY: demo demo-distributed test check clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.movielens.train
+
+demo-distributed: $(VENV)/.ready
+	$(BIN)/torchrun --standalone --nproc_per_node 2 examples/train_distributed.py
 
 test: check
 	$(BIN)/python -m pytest
