@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TORCHREC_KT_CUDA ?= $(if $(wildcard /dev/nvidia0),AUTO,OFF)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo demo-distributed test check clean
+.PHONY: demo demo-distributed test check benchmark clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m examples.movielens.train
@@ -22,6 +22,10 @@ check: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+# Measures this machine and writes the report that the README shows: about 15 minutes, nothing else running.
+benchmark: $(VENV)/.ready
+	$(BIN)/python -m torchrec_kt.benchmark --json docs/benchmark/cpu.json --report docs/benchmark --readme README.md
 
 # The package goes in last and editable: a change of the sources needs no new set-up.
 $(VENV)/.ready: $(wildcard requirements/*.txt) pyproject.toml
