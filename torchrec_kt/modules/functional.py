@@ -38,7 +38,7 @@ def _regroup_eagerly(keyed_tensors: List[KeyedTensor], groups: List[List[str]]) 
         if torch.compiler.is_dynamo_compiling():
             moves = _moves_at_compile_time(groups, names, widths, device_of(values, used))
         else:
-            moves = moves_beside(values, _plans.find(groups, names, widths).column_map)
+            moves = moves_beside(values, _plans.find(groups, names, widths).plan.column_map)
         return regroup_by_moves(values, moves, out_widths, used, key_dim, None)
     column_map = _plans.find(groups, names, widths).plan.column_map
     return apply_column_map(values, column_map, None, common_key_dim(dims, values, column_map.used_inputs))

@@ -354,7 +354,7 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
         elif torch.compiler.is_dynamo_compiling():
             moves = self._moves_at_compile_time(names, widths, device)
         else:
-            moves = moves_beside(values, self._plans.find(self._groups, names, widths).column_map)
+            moves = moves_beside(values, self._plans.find(self._groups, names, widths).plan.column_map)
         return dict(
             zip(self._keys, regroup_by_moves(values, moves, out_widths, used, key_dim, self._out_dtype))
         )

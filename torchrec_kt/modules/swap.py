@@ -11,15 +11,8 @@ from torch.fx import GraphModule
 from torchrec.modules.regroup import KTRegroupAsDict as TorchRecKTRegroupAsDict
 from torchrec.modules.regroup import PermuteMultiEmbedding as TorchRecPermuteMultiEmbedding
 
+from .graph_swap import swap_graph
 from .kt_regroup import KTRegroupAsDict
-
-try:
-    from .graph_swap import swap_graph  # pyright: ignore[reportMissingImports]
-except ImportError:  # calls inside graphs are another module's business
-
-    def swap_graph(graph_module: GraphModule) -> int:
-        return 0
-
 
 __all__ = ["swap_regroup"]
 
@@ -35,7 +28,7 @@ def swap_regroup(model: nn.Module) -> nn.Module:
     has already seen batches: a plan it has cached goes on serving graphs, where each used key is
     checked to be where the plan has it, until the first batch brings a full one. In every
     ``torch.fx.GraphModule`` inside, calls of ``KeyedTensor.regroup``, ``regroup_as_dict`` and FBGEMM's
-    operators are rewritten as well, see :func:`torchrec_kt.swap_graph`.
+    operators are rewritten as well.
 
     Left as they are, with a warning in the log that says why: subclasses of TorchRec's module,
     instances whose ``forward`` was replaced, scripted modules (:func:`torchrec_kt.patch_fbgemm`
