@@ -142,7 +142,7 @@ def test_a_host_build_takes_no_tensors_by_itself(plain_host_library: Path) -> No
 # --- why not --------------------------------------------------------------------------------------------
 
 
-def broken_libraries() -> dict[str, tuple[Callable[[Path], None], str]]:
+def broken_libraries() -> dict[str, tuple[Callable[[Path], object], str]]:
     def compiled(source: str) -> Callable[[Path], None]:
         def write(path: Path) -> None:
             path.with_suffix(".c").write_text(source)
@@ -153,7 +153,7 @@ def broken_libraries() -> dict[str, tuple[Callable[[Path], None], str]]:
     return {
         "missing": (lambda path: None, "No such file or directory"),
         "empty": (Path.touch, "file too short"),
-        "text": (lambda path: path.write_text("x" * 5000) and None, "invalid ELF header"),
+        "text": (lambda path: path.write_text("x" * 5000), "invalid ELF header"),
         "missing symbol": (
             compiled("void aoti_torch_of_another_age(void); void f(void) { aoti_torch_of_another_age(); }"
                      " __attribute__((constructor)) void g(void) { f(); }"),

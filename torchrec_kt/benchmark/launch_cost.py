@@ -61,7 +61,7 @@ def allocations(run: Callable[[], object]) -> tuple[int, int]:
     ) as found:
         result = run()
     del result
-    events = found.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+    events: Any = found.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
     sizes = [event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0]
     return len(sizes), sum(sizes)
 
@@ -118,22 +118,22 @@ def table(figures: list[Figures]) -> str:
     """Markdown."""
     columns = ("ours, operator", "ours", "fbgemm", "ours, with backward", "fbgemm, with backward")
     lines = [
-        "| inputs | outputs | keys | " + " | ".join(columns) + " | allocations |",
+        "| inputs | outputs | keys | " + " | ".join(columns) + " | allocated |",
         "|---:" * (4 + len(columns)) + "|",
     ]
     for f in figures:
         times = [f"{f.microseconds[name]:.1f}" if name in f.microseconds else "-" for name in columns]
-        number, size = f.allocations["ours"]
-        only = "outputs alone" if (number, size) == (f.outputs, f.output_bytes) else f"{number}, {size} bytes"
-        theirs = f", {f.allocations['fbgemm'][0]}" if "fbgemm" in f.allocations else ""
-        lines.append(
-            f"| {f.inputs} | {f.outputs} | {f.keys} | {' | '.join(times)} | {only} ({number}{theirs}) |"
+        counts = " / ".join(
+            str(f.allocations[n][0]) if n in f.allocations else "-" for n in ("ours", "fbgemm")
         )
+        lines.append(f"| {f.inputs} | {f.outputs} | {f.keys} | {' | '.join(times)} | {counts} |")
+    alone = all(f.allocations["ours"] == (f.outputs, f.output_bytes) for f in figures)
     lines += [
         "",
         f"Microseconds per call, medians of interleaved rounds, float32 [{_ROWS}, {_WIDTH} a key] on the CPU. *ours,"
         " operator*: the compiled operator alone; *ours*: `regroup_values`; *fbgemm*: `permute_multi_embedding`."
-        f" {cpu_name()}, torch {torch.__version__}.",
+        f" *allocated*: tensors by a forward call, ours / fbgemm; ours are {'' if alone else 'not '}the outputs"
+        f" alone. {cpu_name()}, torch {torch.__version__}.",
     ]
     return "\n".join(lines)
 
