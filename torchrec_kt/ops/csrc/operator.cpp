@@ -1,5 +1,5 @@
 // The operators, boxed, on torch's stable ABI. Python defines their schemas and everything around
-// them (see ops/native.py):
+// them (see ops/_native.py):
 //
 //   _encode_map(Tensor pieces, Tensor alignment, int max_log) -> (Tensor map, Tensor header)   on the CPU
 //   _apply_map(Tensor[] values, Tensor map, Tensor header, int cast) -> Tensor[]              on the device
