@@ -1,0 +1,205 @@
+"""How long graphs take to make, and how many it takes, beside TorchRec's module.
+
+    python -m torchrec_kt.benchmark.graphs                      # the published layout of 1,020 keys
+    python -m torchrec_kt.benchmark.graphs --workload "ctr small"
+    python -m torchrec_kt.benchmark.graphs --rounds 5 --json graphs.json
+
+Each case makes a graph of a regroup and runs it once. *Cold* modules have seen no batch, *warm* ones
+have; *tensors* means a model that builds its KeyedTensors itself, *KeyedTensors* one that is handed
+them. Modules take turns within a round, and figures are medians of the rounds. *Graphs* is the
+number of times the compiler ran for seven batch sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchrec
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torchrec.modules.regroup import KTRegroupAsDict as TorchRecKTRegroupAsDict
+from torchrec.sparse.jagged_tensor import KeyedTensor
+
+from .. import __version__
+from ..modules import KTRegroupAsDict
+from .calibrate import cpu_name
+from .workloads import Workload, function_workloads
+
+BATCHES = (7, 3, 11, 1, 0, 64, 7)
+MODULES: dict[str, Any] = {"ours": KTRegroupAsDict, "theirs": TorchRecKTRegroupAsDict}
+
+
+class FromTensors(nn.Module):
+    """Builds the KeyedTensors of a workload from their values."""
+
+    def __init__(self, regroup: nn.Module, workload: Workload) -> None:
+        super().__init__()
+        self.regroup = regroup
+        self.keys, self.widths = workload.keys, workload.widths
+
+    def forward(self, values: list[Tensor]) -> dict[str, Tensor]:
+        return self.regroup([KeyedTensor(k, w, v) for k, w, v in zip(self.keys, self.widths, values)])
+
+
+def compiled(takes: str, backend: str) -> Callable[[nn.Module, Workload, Callable[[], Any]], Any]:
+    def make(module: nn.Module, workload: Workload, clock: Callable[[], Any]) -> None:
+        kts = workload.keyed_tensors(False, batch=4)
+        model = module if takes == "KeyedTensors" else FromTensors(module, workload)
+        inputs = kts if takes == "KeyedTensors" else [kt.values() for kt in kts]
+        clock()
+        torch.compile(model, fullgraph=True, backend=backend)(inputs)
+
+    return make
+
+
+def exported(strict: bool) -> Callable[[nn.Module, Workload, Callable[[], Any]], Any]:
+    def make(module: nn.Module, workload: Workload, clock: Callable[[], Any]) -> None:
+        values = [kt.values() for kt in workload.keyed_tensors(False, batch=4)]
+        batch = torch.export.Dim("batch", min=1)
+        clock()
+        torch.export.export(
+            FromTensors(module, workload),
+            (values,),
+            dynamic_shapes=([{0: batch} for _ in values],),
+            strict=strict,
+        )
+
+    return make
+
+
+def traced(tracer: Callable[[nn.Module], Any]) -> Callable[[nn.Module, Workload, Callable[[], Any]], Any]:
+    def make(module: nn.Module, workload: Workload, clock: Callable[[], Any]) -> None:
+        clock()
+        tracer(module)
+
+    return make
+
+
+# Without a plan, scripts and traces of TorchRec's module fail when they run, so there only warm ones count.
+WAYS: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
+    "compile, tensors": (("cold", "warm"), compiled("tensors", "aot_eager")),
+    "compile, KeyedTensors": (("cold", "warm"), compiled("KeyedTensors", "aot_eager")),
+    "compile, tensors, inductor": (("cold", "warm"), compiled("tensors", "inductor")),
+    "export": (("cold", "warm"), exported(False)),
+    "export, strict": (("cold", "warm"), exported(True)),
+    "jit.script": (("warm",), traced(torch.jit.script)),
+    "torch.fx": (("warm",), traced(torch.fx.symbolic_trace)),
+}
+
+
+def seconds_to_make(name: str, state: str, way: Callable[..., Any], workload: Workload) -> float:
+    """Time from a module to the first result of its graph, with nothing compiled before."""
+    torch._dynamo.reset()
+    module = MODULES[name](workload.groups, workload.names)
+    if state == "warm":
+        module(workload.keyed_tensors(False, batch=2))
+    started = time.perf_counter()
+
+    def clock() -> None:
+        nonlocal started
+        gc.collect()
+        started = time.perf_counter()
+
+    way(module, workload, clock)
+    return time.perf_counter() - started
+
+
+def number_of_graphs(name: str, takes: str, dynamic: bool | None, workload: Workload) -> int:
+    """How often the compiler runs for ``BATCHES``."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    module = MODULES[name](workload.groups, workload.names)
+    model = module if takes == "KeyedTensors" else FromTensors(module, workload)
+    call = torch.compile(model, fullgraph=True, dynamic=dynamic, backend=counter)
+    for batch in BATCHES:
+        kts = workload.keyed_tensors(False, batch=batch)
+        call(kts if takes == "KeyedTensors" else [kt.values() for kt in kts])
+    return counter.frame_count
+
+
+def measure(workload: Workload, rounds: int) -> list[dict[str, Any]]:
+    """One row per way and state."""
+    cases = [(way, state) for way, (states, _) in WAYS.items() for state in states]
+    rows: list[dict[str, Any]] = []
+    for way, state in track(cases, description="timing"):
+        times: dict[str, list[float]] = {name: [] for name in MODULES}
+        for turn in range(rounds + 1):
+            for name in MODULES:
+                seconds = seconds_to_make(name, state, WAYS[way][1], workload)
+                if turn:  # the first round pays for imports
+                    times[name].append(seconds)
+        rows.append(
+            {"way": way, "module": state} | {name: statistics.median(found) for name, found in times.items()}
+        )
+    return rows
+
+
+def graph_counts(workload: Workload) -> list[dict[str, Any]]:
+    """One row per kind of input and setting of ``dynamic``."""
+    return [
+        {"takes": takes, "dynamic": dynamic}
+        | {name: number_of_graphs(name, takes, dynamic, workload) for name in MODULES}
+        for takes in ("tensors", "KeyedTensors")
+        for dynamic in (None, True)
+    ]
+
+
+def report(result: dict[str, Any]) -> list[Table]:
+    """The tables to print."""
+    times = Table("way", "module", "ours, s", "TorchRec, s", "times as fast")
+    for row in result["times"]:
+        ratio = row["theirs"] / row["ours"]
+        times.add_row(row["way"], row["module"], f"{row['ours']:.3f}", f"{row['theirs']:.3f}", f"{ratio:.2f}")
+    counts = Table("inputs", "dynamic", "graphs, ours", "graphs, TorchRec")
+    for row in result["graphs"]:
+        counts.add_row(row["takes"], str(row["dynamic"]), str(row["ours"]), str(row["theirs"]))
+    return [times, counts]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--workload", default="published", choices=sorted(function_workloads()))
+    parser.add_argument("--counts-workload", default="ctr small", choices=sorted(function_workloads()))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the results here")
+    args = parser.parse_args(argv)
+    workloads = function_workloads()
+    result = {
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "torchrec": torchrec.__version__,
+        "torchrec_kt": __version__,
+        "date": datetime.date.today().isoformat(),
+        "workload": args.workload,
+        "rounds": args.rounds,
+        "batches": BATCHES,
+        "times": measure(workloads[args.workload], args.rounds),
+        "graphs": graph_counts(workloads[args.counts_workload]),
+    }
+    console = Console()
+    for table in report(result):
+        console.print(table)
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
