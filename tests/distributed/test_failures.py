@@ -91,7 +91,7 @@ def test_a_process_that_ends_by_an_error_ends_its_job() -> None:
         env={k: v for k, v in environment().items() if k not in ("RANK", "WORLD_SIZE")},
         capture_output=True,
         text=True,
-        timeout=240,  # of a job that would hang
+        timeout=500,  # of a job that would hang
     )
     assert done.returncode != 0
     assert "UnknownKeyError: key 'f3', named by groups[1], is in none of the inputs" in done.stderr
