@@ -20,7 +20,7 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.types import ModuleShardingPlan, ShardingEnv, ShardingPlan
 from torchrec.inference.modules import (
     assign_weights_to_tbe,
     get_table_to_weights_from_tbe,
@@ -184,7 +184,7 @@ SHARDINGS: Dict[str, Dict[str, Any]] = {
 def shard(model: Model, by_key: Dict[str, Any]) -> Any:
     sharder: Any = EmbeddingBagCollectionSharder()
     options: Any = {"sharder": sharder, "local_size": 1, "world_size": 1, "device_type": "cpu"}
-    plans = {
+    plans: dict[str, ModuleShardingPlan] = {
         "plain": construct_module_sharding_plan(
             model.plain, {f"t_{key}": how for key, how in by_key.items()}, **options
         ),
@@ -192,9 +192,11 @@ def shard(model: Model, by_key: Dict[str, Any]) -> Any:
             model.weighted, {"t_w1": table_wise(rank=0), "t_w2": table_wise(rank=0)}, **options
         ),
     }
+    world = dist.GroupMember.WORLD
+    assert world is not None
     return DistributedModelParallel(
         model,
-        env=ShardingEnv.from_process_group(dist.GroupMember.WORLD),
+        env=ShardingEnv.from_process_group(world),
         device=CPU,
         plan=ShardingPlan(plans),
         sharders=[sharder],
