@@ -15,8 +15,9 @@ demo: $(VENV)/.ready
 demo-distributed: $(VENV)/.ready
 	$(BIN)/torchrun --standalone --nproc_per_node 2 examples/train_distributed.py
 
+# Files in parallel; what a file sets up once, such as processes or a compiled library, stays its own.
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
