@@ -300,6 +300,20 @@ def test_output_beyond_a_window() -> None:
     check_copies([source], ColumnMap(moves, [96], [width]))
 
 
+def test_maps_of_many_columns_are_not_made() -> None:
+    """Wherever a plan names an output of a billion columns: the map would be larger than the output."""
+    values = [torch.ones(1, 8, dtype=torch.uint8)]
+    moves = torch.tensor([[0, 0, 0, 5, 8]], dtype=torch.int32)
+    for width in (1 << 25) + 1, 10**9:
+        assert program_for(values, ColumnMap(moves.tolist(), [8], [width])) is None
+    assert program_for(values, ColumnMap(moves.tolist(), [8], [1 << 25])) is not None
+    (out,) = torch.ops.torchrec_kt.regroup(values, moves, [10**8])
+    assert int(out[:, :100].sum()) == 8
+    planes = [torch.ones(1, 8, 1 << 19, dtype=torch.uint8)]
+    assert program_for(planes, ColumnMap([(0, 0, 0, 0, 8)], [8], [8])) is not None
+    assert program_for(planes, ColumnMap([(0, 0, 0, 0, 8)], [8], [9])) is None
+
+
 # --- values --------------------------------------------------------------------------------------------
 
 

@@ -31,8 +31,10 @@ _PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.
 # A vector is at most 16 bytes.
 VECTOR_BYTES = 16
 # Dimensions after key_dim multiply the columns that the map lists. Beyond this, slices, which are then
-# long, are as good and need no map.
+# long, are as good and need no map. Without such dimensions a map has as many entries as there are columns
+# at most; beyond the second figure it would be hundreds of megabytes, for a few rows.
 _MAX_COLUMNS = 1 << 22
+_MAX_PLAIN_COLUMNS = 1 << 25
 # Tensors that one column can be the sum over: a launch reaches 112, the output among them. A tensor counts
 # once for each window of so many columns.
 _MAX_TENSORS = 111
@@ -60,7 +62,7 @@ def compile_for_kernel(
         return None
     rows, inner = math.prod(first.shape[:key_dim]), math.prod(first.shape[key_dim + 1 :])
     width = sum(column_map.out_widths)
-    if rows * inner * width == 0 or (inner > 1 and width * inner > _MAX_COLUMNS):
+    if rows * inner * width == 0 or width * inner > (_MAX_COLUMNS if inner > 1 else _MAX_PLAIN_COLUMNS):
         return None
     try:
         common = functools.reduce(torch.promote_types, (inputs[i].dtype for i in used))
