@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torchrec.fx
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.global_settings import set_propogate_device
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -163,6 +164,28 @@ def _fixed(size: int) -> Any:
         return batch_of(size)
 
 
+@pytest.mark.parametrize("by_function", [False, True])
+def test_a_model_of_collections_is_trained_by_compiled_code(by_function: bool) -> None:
+    torch._dynamo.reset()
+    model = Model(by_function)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for size in (5, 7, 64, 3):
+        inputs = _fixed(size)
+        found, expected = compiled(*inputs), model(*inputs)
+        assert torch.equal(found, expected)
+        parameters = list(model.parameters())
+        grads = [
+            torch.autograd.grad(out.square().sum(), parameters, materialize_grads=True)
+            for out in (found, expected)
+        ]
+        torch.testing.assert_close(grads[0], grads[1])
+    assert counter.frame_count <= 2
+    for graph in counter.graphs:
+        assert sum("torchrec_kt" in str(node.target) for node in graph.graph.nodes) == 1
+    torch._dynamo.reset()
+
+
 # --- training shards ------------------------------------------------------------------------------
 
 
@@ -184,7 +207,7 @@ SHARDINGS: Dict[str, Dict[str, Any]] = {
 def shard(model: Model, by_key: Dict[str, Any]) -> Any:
     sharder: Any = EmbeddingBagCollectionSharder()
     options: Any = {"sharder": sharder, "local_size": 1, "world_size": 1, "device_type": "cpu"}
-    plans: dict[str, ModuleShardingPlan] = {
+    plans: Any = {
         "plain": construct_module_sharding_plan(
             model.plain, {f"t_{key}": how for key, how in by_key.items()}, **options
         ),
@@ -192,8 +215,7 @@ def shard(model: Model, by_key: Dict[str, Any]) -> Any:
             model.weighted, {"t_w1": table_wise(rank=0), "t_w2": table_wise(rank=0)}, **options
         ),
     }
-    world = dist.GroupMember.WORLD
-    assert world is not None
+    world: Any = dist.GroupMember.WORLD
     return DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(world),

@@ -78,11 +78,9 @@ def test_plans_made_in_inference_mode() -> None:
     with torch.inference_mode():
         moves = plan_tensor(build(REPEATED))
         grads = gradients_of(REPEATED)
-        for _ in range(2):
-            found = op(grads, moves, WIDTHS)
-            moves[:, 4] = 0  # such tensors do not tell that they changed
-            assert not any(part.any() for part in op(grads, moves, WIDTHS))
-            moves.copy_(plan_tensor(build(REPEATED)))
+        found = op(grads, moves, WIDTHS)
+        moves[:, 4] = 0  # such tensors do not tell that they changed
+        assert not any(part.any() for part in op(grads, moves, WIDTHS))
     expected = gradient_reference(make(dtype=torch.float64), [g.clone() for g in grads], LAYOUTS, REPEATED)
     assert_same(found, expected)
 
