@@ -265,7 +265,7 @@ def test_exported_programs_refuse_another_layout(state: str, case: str) -> None:
 
 
 def test_inputs_of_exported_programs_whose_key_dim_would_be_lost() -> None:
-    assert tree_flatten_with_path(make_kts())[0]
+    assert len(tree_flatten_with_path(make_kts())[0]) == 2
     with pytest.raises(ValueError, match="key_dim 0"):
         tree_flatten_with_path(make_kts(key_dim=0))
 
