@@ -22,7 +22,7 @@ __all__ = ["ALIKE", "CAT_SPLIT", "FUNCTION", "MODULE", "OPERATOR", "REGROUP", "C
 Candidate = Callable[[list[Any]], Sequence[Tensor]]
 Factory = Callable[[Workload, torch.device], Candidate]
 
-MODULE = "TorchRec KTRegroupAsDict"
+MODULE = "TorchRec module"
 REGROUP = "KeyedTensor.regroup"
 CAT_SPLIT = "cat/split"
 

@@ -37,7 +37,7 @@ _LINES = {
     OURS: ("torchrec_kt (ours)", _BLUE, "o", "-", 2.6),
     CAT_SPLIT: ("cat/split", _GREEN, "s", "-", 1.6),
     REGROUP: ("KeyedTensor.regroup", _PURPLE, "^", "-", 1.6),
-    MODULE: ("TorchRec KTRegroupAsDict", _ORANGE, "D", "-", 1.6),
+    MODULE: ("TorchRec module (KTRegroupAsDict)", _ORANGE, "D", "-", 1.6),
     COPY: ("plain copy", _GREY, "", "--", 1.4),
     CLONE: ("clone", _GREY, "", ":", 1.4),
 }

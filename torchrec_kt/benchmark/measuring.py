@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import math
+import mmap
 import re
 import sys
 import time
@@ -33,9 +34,12 @@ GRADIENT = "gradient"
 # A timed stretch lasts at least this long; short calls are repeated until it does.
 _MIN_SECONDS = 2e-3
 # Calls this long need no untimed one before each timed one, and take part in few rounds.
-_LONG_SECONDS = 1.0
+_LONG_SECONDS = 0.05
 # Below this the memory of a process cannot tell one call's tensors from what the allocator holds.
-_TELLING_BYTES = 8 << 20
+TELLING_BYTES = 8 << 20
+# Calls that move less than this live in memory that the allocator keeps.
+_FRESH_BYTES = 1 << 20
+_LEAST_BACKED_BYTES = 256 << 20
 # Buffers of the plain copy: far beyond every cache, and no larger.
 _COPY_BYTES = 1 << 30
 
@@ -64,6 +68,17 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
 
+    def back_memory(self, size: int) -> None:
+        """Have the system hand out memory that is really there.
+
+        A virtual machine gives free memory back to its host after a second or two. Touching it again
+        then costs several times what a whole call does, and falls on whoever comes first.
+        """
+        if self.cuda or size < _FRESH_BYTES:
+            return
+        size = min(max(_LEAST_BACKED_BYTES, 2 * size), _available() // 2)
+        _memory.empty([size], torch.uint8, torch.device("cpu"))[:: mmap.PAGESIZE].fill_(1)
+
     def wait(self) -> None:
         if self.cuda:
             torch.cuda.synchronize()
@@ -88,15 +103,23 @@ class Clock:
         return before.elapsed_time(after) / 1e3 / count, host
 
 
-def interleaved(calls: Mapping[str, Call], clock: Clock, budget: Budget) -> dict[str, Figure]:
-    """P50 and P90 over rounds in which every candidate runs in turn, so that noise hits all alike."""
+def interleaved(
+    calls: Mapping[str, Call], clock: Clock, budget: Budget, moved: int | None = None
+) -> dict[str, Figure]:
+    """P50 and P90 over rounds in which every candidate runs in turn, so that noise hits all alike.
+
+    Args:
+        moved: bytes that a call reads and writes, of which its memory is estimated.
+    """
+    size = moved or 0
     _settle_allocator()
     repeats: dict[str, int] = {}
     long: dict[str, bool] = {}
     cost: dict[str, float] = {}
     for name, call in calls.items():
+        clock.back_memory(size)
         seconds = max(clock.stretch(call, 1))
-        if seconds < 2 * _LONG_SECONDS:  # the first call may have paid for more than itself
+        if seconds < _LONG_SECONDS:  # the first call may have paid for more than itself
             seconds = max(clock.stretch(call, 1))
         repeats[name] = max(1, round(_MIN_SECONDS / max(1e-9, seconds)))
         long[name] = seconds > _LONG_SECONDS
@@ -104,15 +127,14 @@ def interleaved(calls: Mapping[str, Call], clock: Clock, budget: Budget) -> dict
     rounds = _rounds(cost, budget)
     device: dict[str, list[float]] = {name: [] for name in calls}
     host: dict[str, list[float]] = {name: [] for name in calls}
-    gc.collect()
     with _no_collection():
         for turn in range(budget.rounds):
             for name, call in calls.items():
                 if (turn + 1) * rounds[name] // budget.rounds == turn * rounds[name] // budget.rounds:
                     continue  # spread evenly over all rounds
+                clock.back_memory(size)
                 if not long[name]:
-                    # Untimed, so that none pays for what the one before it left: caches, sleeping threads,
-                    # memory that went back to the system.
+                    # Untimed, so that none pays for what the one before it left: caches, sleeping threads.
                     clock.stretch(call, repeats[name])
                 on_device, on_host = clock.stretch(call, repeats[name])
                 device[name].append(on_device)
@@ -298,7 +320,6 @@ def peak_growth(call: Call, clock: Clock, times: int) -> int | None:
     """
     grown: list[float] = []
     for _ in range(times):
-        gc.collect()
         if clock.cuda:
             clock.wait()
             torch.cuda.reset_peak_memory_stats()
@@ -315,10 +336,20 @@ def peak_growth(call: Call, clock: Clock, times: int) -> int | None:
                 grown.append(_peak() - before)
             except OSError:
                 return None
-            if sum(t.nbytes for t in kept or () if isinstance(t, Tensor)) < _TELLING_BYTES:
+            if sum(t.nbytes for t in kept or () if isinstance(t, Tensor)) < TELLING_BYTES:
                 return None
         del kept
     return round(quantile(grown, 0.9))
+
+
+def _available() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
 
 
 def _trim() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from .candidates import MODULE
+from .candidates import ALIKE, CAT_SPLIT, MODULE
 from .results import COPY, OURS, Figure, NotRun, Results, Row
 from .suites.copying import BOTH, CLONE, FORWARD
 
@@ -173,7 +173,7 @@ def _times(title: str, rows: Sequence[Row], scale: float, with_mode: bool) -> Ta
         return _NONE if found is None else f"{number(found.p50 * scale)} ({number(found.p90 * scale)})"
 
     against = next((n for n in (MODULE, *names) if n in names and not n.startswith(OURS)), OURS)
-    headings = ["case", *(["mode"] if with_mode else []), *names, f"ours over {against}", "match"]
+    headings = ["case", *(["mode"] if with_mode else []), *names, f"speed-up over {against}", "match"]
     lines = [
         [
             row.case,
@@ -193,6 +193,11 @@ def legend(rows: Iterable[Row]) -> str:
     suites = {row.suite for row in chosen}
     names = {name for row in chosen for name in row.figures}
     parts: list[str] = []
+    if MODULE in names:
+        parts.append(
+            f"*{MODULE}*: `torchrec.modules.regroup.KTRegroupAsDict`, over FBGEMM's `permute_multi_embedding`; "
+            f"*{CAT_SPLIT}*: TorchRec's `_regroup_keyed_tensors`, at operator level `split` and `torch.cat`."
+        )
     if suites & {"function", "operator", "shapes"}:
         parts += [
             "*speed-up of ours*, and the column of a peer where there is a line per case: time of the peer over "
@@ -205,7 +210,7 @@ def legend(rows: Iterable[Row]) -> str:
         ]
     if suites & {"host", "plan"}:
         parts.append("Host and plan cost: P50 (P90).")
-    if "FBGEMM, two operators" in names:
+    if ALIKE[0] in names:
         parts.append(
             "*two operators*: `kt_regroup_arguments`, then `permute_multi_embedding`; *one operator*: "
             "`regroup_keyed_tensor`."
@@ -266,4 +271,6 @@ def number(value: float) -> str:
 
 
 def ratio(value: float) -> str:
+    if value < 0.1:
+        return f"{value:.2g}"
     return f"{value:.0f}" if value >= 20 else f"{value:.1f}" if value >= 3 else f"{value:.2f}"

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..candidates import Candidate, Factory
 from ..measuring import (
     GRADIENT,
+    TELLING_BYTES,
     Budget,
     CannotRun,
     Clock,
@@ -100,7 +101,7 @@ def _measure(
         yardsticks: dict[str, Callable[[], Any]] = {COPY: copy_of(problem.moved(mode), settings.device)}
         if mode == FORWARD:
             yardsticks[CLONE] = partial(_clone, problem.values)
-        timed = interleaved(calls | yardsticks, clock, budget)
+        timed = interleaved(calls | yardsticks, clock, budget, row.moved)
         del yardsticks
         for name in (*factories, COPY, CLONE):
             if name in absent:
@@ -120,9 +121,10 @@ def _measure(
                 row.figures[name] = timed[name]
         rows.append(row)
         del calls, timed
-        _free(clock)
     del problem, few, found
-    _free(clock)
+    gc.collect()
+    if clock.cuda:
+        torch.cuda.empty_cache()
     return rows
 
 
@@ -147,12 +149,6 @@ def _mismatch(candidate: Candidate, few: Problem, problem: Problem, gradients: b
     with torch.no_grad():
         wrong = few.mismatch(candidate, gradients=False)
     return wrong or few.mismatch(candidate, gradients=True) or problem.mismatch(candidate, gradients)
-
-
-def _free(clock: Clock) -> None:
-    gc.collect()
-    if clock.cuda:
-        torch.cuda.empty_cache()
 
 
 def trace_path(folder: Path, row: Row, candidate: str) -> Path:
