@@ -108,9 +108,10 @@ def _measure(
                 row.figures[name] = absent[name]
             elif name in calls:
                 figure = timed[name]
-                growth = peak_growth(
-                    calls[name], clock, 1 if settings.quick or figure.p50 > _SLOW_SECONDS else 3
-                )
+                times = 1 if settings.quick or figure.p50 > _SLOW_SECONDS else 3
+                # At least the outputs are kept; of less than that there is nothing to be told.
+                tells = clock.cuda or problem.moved(mode) >= 2 * TELLING_BYTES
+                growth = peak_growth(calls[name], clock, times) if tells else None
                 mismatch = None if mode == FORWARD and wrong[name] == GRADIENT else wrong[name]
                 row.figures[name] = dataclasses.replace(
                     figure, memory=growth, match=mismatch is None, mismatch=mismatch
