@@ -15,8 +15,8 @@ from torchrec_kt.benchmark import command
 from torchrec_kt.benchmark.candidates import FUNCTION
 from torchrec_kt.benchmark.measuring import Budget
 from torchrec_kt.benchmark.reporting import BEGIN, END
-from torchrec_kt.benchmark.results import OURS, Results
-from torchrec_kt.benchmark.suites import Case
+from torchrec_kt.benchmark.results import OURS, Results, Row
+from torchrec_kt.benchmark.suites import Case, Settings
 from torchrec_kt.benchmark.suites.copying import copying_case
 from torchrec_kt.benchmark.workloads import function_workloads
 
@@ -69,6 +69,35 @@ def test_runs_suites_and_merges_them_into_one_file(tmp_path: Path) -> None:
     assert len(again.rows) == len(results.rows)
     changed = {row.case for row in again.rows if again.runs[row.run]["rounds"] is None}
     assert changed == {"published of function", "published dup of function", "odd widths of shapes"}
+
+
+@pytest.mark.usefixtures("small")
+def test_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out.json"
+    small, ran = command.cases, list[str]()
+
+    def watched(suite: str, quick: bool) -> list[Case]:
+        def case(of: Case, stop: bool) -> Case:
+            def measure(settings: Settings) -> list[Row]:
+                if stop:
+                    raise KeyboardInterrupt
+                ran.append(of.name)
+                return of.run(settings)
+
+            return dataclasses.replace(of, run=measure)
+
+        return [case(found, stopping and n == 1) for n, found in enumerate(small(suite, quick))]
+
+    stopping = True
+    monkeypatch.setattr(command, "cases", watched)
+    assert run("--suite", "shapes", "--json", path).exit_code != 0
+    stopping = False
+    assert [row.case for row in Results.load(path).rows] == ["host of shapes"] * 2
+    result = run("--suite", "shapes", "--json", path, "--resume")
+    assert result.exit_code == 0, result.output
+    assert ran == ["host of shapes", "odd widths of shapes"]
+    assert "host of shapes" in result.output
+    assert len(Results.load(path).rows) == 4
 
 
 @pytest.mark.usefixtures("small")
@@ -166,6 +195,7 @@ def test_list_measures_nothing() -> None:
         (["--rounds", "0"], "'--rounds': Input should be greater than or equal to 1"),
         (["--threads", "0"], "'--threads': Input should be greater than or equal to 1"),
         (["--readme", "README.md"], "--readme shows the charts that --report FOLDER writes"),
+        (["--resume"], "--resume goes on with the file of --json"),
         (["--from", "x.json", "--suite", "plan"], "--from shows a file as it is"),
         (["--from", "/nowhere/x.json"], "/nowhere/x.json cannot be read"),
         (["--check", "/nowhere/x.json"], "/nowhere/x.json cannot be read"),

@@ -94,8 +94,8 @@ def _bars(axis: Any, forward: Row, both: Row | None) -> None:
     for place, name in enumerate(names):
         ours = name.startswith(OURS)
         for row, shift, colour, label in (
-            (forward, -0.2, _BLUE if ours else _GREY, "forward"),
-            (both, 0.2, _SKY if ours else "#C4C4C4", "forward + backward"),
+            (forward, -0.2, _BLUE if ours else _GREY, "forward (dark)"),
+            (both, 0.2, _SKY if ours else "#C4C4C4", "forward + backward (light)"),
         ):
             seconds = row.seconds(name) if row is not None else None
             if seconds is None:
@@ -104,7 +104,6 @@ def _bars(axis: Any, forward: Row, both: Row | None) -> None:
                         longest * 10, place + shift, "not run", fontsize=8, va="center", color="#444444"
                     )
                 continue
-            # The legend shows the colours of ours.
             axis.barh(place + shift, seconds * 1e3, 0.38, color=colour, label=label if name == OURS else None)
             axis.text(
                 seconds * 1e3 + longest * 12, place + shift, number(seconds * 1e3), fontsize=8, va="center"
@@ -129,7 +128,7 @@ def line_chart(results: Results) -> Chart | None:
     if not axes_names:
         return None
     chart = Chart(figsize=(10, 5.2), layout="constrained")
-    axes = _row_of_axes(chart, len(axes_names))
+    axes = _row_of_axes(chart, len(axes_names), sharey=True)
     for axis, name in zip(axes, axes_names):
         rows = sorted(sweeps[name], key=lambda row: row.sweep[1] if row.sweep else 0)
         for candidate, (label, colour, marker, style, thick) in _LINES.items():
@@ -164,11 +163,11 @@ def _sweep_title(name: str, rows: Sequence[Row]) -> str:
     if name == "batch":
         return f"{first.keys} keys of width 64, two inputs, two groups"
     columns = first.keys * (first.sweep[1] if first.sweep else 0)
-    return f"{first.batch} rows of about {columns:,} columns, two inputs, two groups"
+    return f"{first.batch} rows of about {columns:,} columns"
 
 
-def _row_of_axes(chart: Chart, count: int) -> list[Any]:
-    return list(chart.subplots(1, count, squeeze=False)[0])
+def _row_of_axes(chart: Chart, count: int, sharey: bool = False) -> list[Any]:
+    return list(chart.subplots(1, count, squeeze=False, sharey=sharey)[0])
 
 
 def _bare(axis: Any) -> None:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .comparing import NOISE, comparison, differences, regressions
 from .reporting import readme_section, write_into_readme, write_report
-from .results import Results, ResultsError, provenance
+from .results import Results, ResultsError, Row, provenance
 from .suites import SUITE_ORDER, Case, Settings, cases
 from .tables import show
 
@@ -65,6 +65,9 @@ def measure(
     json: Annotated[
         Path | None, typer.Option(help="put the figures in here; other suites' figures in it stay")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="leave out the cases that the file of --json has already")
+    ] = False,
     source: Annotated[
         Path | None, typer.Option("--from", help="show the figures of this file, measure nothing")
     ] = None,
@@ -94,6 +97,8 @@ def measure(
         return
     if readme is not None and report_to is None:
         raise typer.BadParameter("--readme shows the charts that --report FOLDER writes; give both")
+    if resume and json is None:
+        raise typer.BadParameter("--resume goes on with the file of --json; give both")
     if source is not None and (suite or only or trace or json):
         raise typer.BadParameter(
             "--from shows a file as it is; it goes without --suite, --only, --trace, --json"
@@ -105,11 +110,14 @@ def measure(
             results = found = Results.load(source)
         else:
             chosen = _chosen(suites, quick, only, max_megabytes)
+            if resume:
+                known = {(row.suite, row.case) for row in earlier.rows}
+                chosen = [case for case in chosen if (case.suite, case.name) not in known]
             settings = Settings(_device(device), quick, rounds, tuple(without or ()), trace)
             if threads is not None:
                 torch.set_num_threads(threads)
-            results, found = _measure(chosen, settings, earlier, json, whole=not only)
-        show(found, console)
+            results, found = _measure(chosen, settings, earlier, json, whole=not only and not resume)
+        show(results if resume else found, console)
         if report_to is not None:
             for path in _write(results, report_to, readme):
                 console.print(f"wrote {path}", soft_wrap=True)
@@ -117,7 +125,7 @@ def measure(
         if baseline is not None:
             for line in differences(baseline, found):
                 console.print(f"note: not measured under the same conditions: {line}", soft_wrap=True)
-            problems = regressions(baseline, found, noise)
+            problems = regressions(baseline, results if resume else found, noise)
     except ResultsError as error:
         raise typer.BadParameter(str(error)) from None
     for line in problems:
@@ -166,7 +174,7 @@ def _chosen(suites: list[str], quick: bool, only: str, max_megabytes: float) -> 
 def _measure(
     chosen: list[Case], settings: Settings, earlier: Results, json: Path | None, whole: bool
 ) -> tuple[Results, Results]:
-    """Everything that is known now, and what was measured. The file is written after every suite."""
+    """Everything that is known now, and what was measured. The file is written after every case."""
     found = Results()
     merged = earlier
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -174,19 +182,22 @@ def _measure(
         bar = progress.add_task("starting", total=len(chosen))
         for suite in dict.fromkeys(case.suite for case in chosen):
             started = time.monotonic()
-            rows = []
+            rows: list[Row] = []
+            new = Results()
             for case in chosen:
-                if case.suite == suite:
-                    progress.update(bar, description=f"{suite}: {case.name}")
-                    rows += case.run(settings)
-                    progress.advance(bar)
-            run = provenance(
-                settings.device,
-                quick=settings.quick,
-                rounds=settings.rounds,
-                seconds=round(time.monotonic() - started, 1),
-            )
-            new = Results([run], rows)
+                if case.suite != suite:
+                    continue
+                progress.update(bar, description=f"{suite}: {case.name}")
+                rows += case.run(settings)
+                progress.advance(bar)
+                seconds = round(time.monotonic() - started, 1)
+                run = provenance(
+                    settings.device, quick=settings.quick, rounds=settings.rounds, seconds=seconds
+                )
+                new = Results([run], rows)
+                if json is not None:
+                    merged.merge(new).save(json)
+            # Rows of cases that are no longer measured go once all others are there.
             merged = merged.merge(new, whole_suites=[suite] if whole else [])
             found = found.merge(new)
             if json is not None:
