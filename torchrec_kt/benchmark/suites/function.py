@@ -16,7 +16,7 @@ _EVERY_CANDIDATE = ("published", "published dup", "published B=512")
 _FEWER_CANDIDATES = ("published B=2048", "production bf16", "production fp32")
 STORED = (*_EVERY_CANDIDATE, *_FEWER_CANDIDATES)
 _QUICK_BATCH = 64
-_BUDGET = Budget(rounds=9, seconds=16)
+_BUDGET = Budget(rounds=7, seconds=10)
 
 
 def cases(quick: bool) -> list[Case]:

@@ -10,9 +10,9 @@ from .copying import BOTH, FORWARD, copying_case
 
 __all__ = ["cases"]
 
-_BUDGET = Budget(rounds=7, seconds=12)
+_BUDGET = Budget(rounds=7, seconds=10)
 # Both directions of the largest sizes need several times their 2.2 GB; the published figures are forward.
-_BOTH_UP_TO_MEGABYTES = 600
+_BOTH_UP_TO_MEGABYTES = 300
 
 
 def cases(quick: bool) -> list[Case]:
