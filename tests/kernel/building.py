@@ -16,9 +16,6 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "torchrec_kt" / "ops" / "csrc"
 BUILDS = ROOT / "build" / "kernel"
 
-#: Set to make a missing CUDA compiler a failure.
-NEED_NVCC = "TORCHREC_KT_TESTS_NEED_NVCC"
-
 
 def path() -> str:
     """Where programs are looked for: first among those of this environment."""
