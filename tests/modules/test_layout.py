@@ -184,7 +184,7 @@ def test_variable_batches_per_feature_come_out_as_one() -> None:
         (make_kts()[0], TypeError, "layout is a KeyedTensor"),
         (5, TypeError, "layout is a int"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_wrong_layouts(layout: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
