@@ -168,6 +168,8 @@ def test_line_chart_shows_the_figures() -> None:
     ours = next(line for line in batch.lines if line.get_label() == "torchrec_kt (ours)")
     points = ours.get_xydata().tolist()  # pyright: ignore[reportAttributeAccessIssue]
     assert points == [[1, 51.2], [8, 6.4], [64, pytest.approx(0.8)]]
+    assert batch.get_title() == "26 keys of width 64, two inputs, two groups"
+    assert width.get_title() == "512 rows of about 104 columns"
     assert len(width.lines) == 5  # KeyedTensor.regroup was not run
     looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in width.lines}
     assert len(looks) == 5

@@ -191,6 +191,12 @@ def test_one_peer_that_got_faster_is_no_regression(tmp_path: Path) -> None:
     assert regressions(old, sample.edited(old, sample.slower(everyone, 0.1), tmp_path))
 
 
+def test_one_peer_that_got_slower_hides_nothing(tmp_path: Path) -> None:
+    old = sample.sample()
+    slower = sample.edited(old, sample.slower([MODULE], 10), tmp_path)
+    assert regressions(old, sample.edited(slower, sample.slower([OURS], 2), tmp_path))
+
+
 def test_noise_can_be_chosen(tmp_path: Path) -> None:
     old = sample.sample()
     new = sample.edited(old, sample.slower([OURS], 1.3), tmp_path)

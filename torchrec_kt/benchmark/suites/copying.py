@@ -162,7 +162,7 @@ def reason(error: BaseException) -> str:
     if isinstance(error, CannotRun):
         return str(error)
     if isinstance(error, ModuleNotFoundError):
-        return f"{error.name} is not installed"
+        return f"{(error.name or 'a module').split('.')[0]} is not installed"
     first = (str(error).strip().splitlines() or [""])[0]
     text = f"{type(error).__name__}: {first}" if first else type(error).__name__
     return text if len(text) <= 160 else text[:157] + "..."
