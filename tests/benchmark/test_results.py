@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -112,6 +113,16 @@ def test_merge_replaces_rows_and_keeps_the_others() -> None:
     # Neither is changed.
     assert old == sample.sample()
     assert fresh.run == 0
+
+
+def test_merging_case_by_case_leaves_the_earlier_results_as_they_are() -> None:
+    old = sample.sample()
+    before = copy.deepcopy(old)
+    new = Results([sample.RUN | {"commit": "new"}], old.rows[:1])
+    for _ in range(2):  # as a run does that is saved after every case
+        merged = old.merge(new)
+    assert old == before
+    assert merged.runs[merged.rows[0].run]["commit"] == "new"
 
 
 def test_merge_of_whole_suites_drops_their_older_rows() -> None:

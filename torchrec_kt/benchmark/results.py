@@ -180,8 +180,8 @@ class Results:
         merged.rows.sort(key=lambda row: _place(SUITE_ORDER, row.suite))
         used = sorted({row.run for row in merged.rows})
         merged.runs = [merged.runs[index] for index in used]
-        for row in merged.rows:
-            row.run = used.index(row.run)
+        # Copies: the rows kept belong to these results as well, whose runs have other places.
+        merged.rows = [dataclasses.replace(row, run=used.index(row.run)) for row in merged.rows]
         return merged
 
     def save(self, path: Path) -> None:
