@@ -117,12 +117,15 @@ def test_merge_replaces_rows_and_keeps_the_others() -> None:
 
 def test_merging_case_by_case_leaves_the_earlier_results_as_they_are() -> None:
     old = sample.sample()
+    old.runs = [sample.RUN | {"commit": "first"}, sample.RUN | {"commit": "second"}]
+    for row in old.rows[1:]:
+        row.run = 1
     before = copy.deepcopy(old)
-    new = Results([sample.RUN | {"commit": "new"}], old.rows[:1])
+    new = Results([sample.RUN | {"commit": "new"}], [copy.deepcopy(old.rows[0])])  # of "first" no row is left
     for _ in range(2):  # as a run does that is saved after every case
         merged = old.merge(new)
+        assert [merged.runs[row.run]["commit"] for row in merged.rows][:2] == ["new", "second"]
     assert old == before
-    assert merged.runs[merged.rows[0].run]["commit"] == "new"
 
 
 def test_merge_of_whole_suites_drops_their_older_rows() -> None:
