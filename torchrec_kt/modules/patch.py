@@ -192,12 +192,10 @@ def _permute_either_way(
 ) -> list[Tensor]:
     if not reverse:
         return permute_multi_embedding(pooled_embs, permutes, in_shapes, out_shapes, out_lengths)
-    # Gradients back to where they came from: inputs and outputs of every row change places. Rows
-    # that meet in one column are summed, columns without a row are zero.
-    return torch.ops.torchrec_kt.regroup(pooled_embs, permutes[:, _SWAPPED], out_lengths)
+    # Gradients back to where they came from. Rows that meet in one column are summed, columns without
+    # a row are zero.
+    return torch.ops.torchrec_kt.regroup_transposed(pooled_embs, permutes, out_lengths)
 
-
-_SWAPPED = [1, 0, 3, 2, 4]
 
 _KEYED_TENSOR = _Site("patch_keyed_tensor", _install_methods)
 _FBGEMM = _Site("patch_fbgemm", _install_operators)

@@ -78,7 +78,7 @@ def compile_for_kernel(
         return None
     if common.itemsize not in (1, 2, 4, 8, 16) or str(common).startswith("torch.q"):
         return None
-    return _Program(column_map, inputs, key_dim, rows, inner, common, dtype, in_type, out_type, parts)
+    return _Program(column_map, inputs, key_dim, rows, inner, common, in_type, out_type, parts)
 
 
 def _tensors_per_column(column_map: ColumnMap, in_windows: bool) -> Iterator[int]:
@@ -118,7 +118,6 @@ class _Program:
         "common",
         "convert",
         "device",
-        "dtype",
         "flat",
         "in_type",
         "max_log",
@@ -139,7 +138,6 @@ class _Program:
         rows: int,
         inner: int,
         common: torch.dtype,
-        dtype: torch.dtype,
         in_type: torch.dtype,
         out_type: torch.dtype,
         parts: bool,
@@ -150,7 +148,6 @@ class _Program:
         self.device = metas[0].device
         self.rows = rows
         self.common = common
-        self.dtype = dtype
         self.in_type = in_type
         self.parts = parts
         self.scale = inner * (2 if parts else 1)

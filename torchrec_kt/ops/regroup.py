@@ -642,11 +642,15 @@ def column_map_from_moves(
             f"the plan tensor is {moves.dtype} of shape {tuple(moves.shape)}; expected int32 of shape "
             f"[moves, {_MOVE_FIELDS}] or [moves, {FBGEMM_FIELDS}]"
         )
-    key = (_content(moves), moves.shape[1], tuple(in_widths), tuple(out_widths), transposed)
+    content, fields = _content(moves), moves.shape[1]
+    key = (content, fields, tuple(in_widths), tuple(out_widths), transposed)
     found = _maps.get(key)
     if found is None:
-        rows = moves.detach().cpu()[:, _SWAPPED if transposed else _IN_ORDER]
-        found = ColumnMap(rows.tolist(), in_widths, out_widths)
+        # From the bytes at hand: moves on a device are not copied to the host again.
+        numbers = memoryview(content).cast("i").tolist()
+        order = _SWAPPED if transposed else _IN_ORDER
+        rows = ([numbers[start + field] for field in order] for start in range(0, len(numbers), fields))
+        found = ColumnMap(rows, in_widths, out_widths)
         if len(_maps) >= _MAX_MAPS:
             _maps.clear()
         _maps[key] = found
