@@ -29,7 +29,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ..ops.kernel import VECTOR_BYTES, encoder_input
+from ..ops.kernel import VECTOR_BYTES, encoder_input, longest_vector
 from ..ops.plan import ColumnMap
 from .sass import instructions_per_16_bytes
 from .workloads import Workload, function_workloads
@@ -112,7 +112,7 @@ class Counter:
     ) -> Traffic:
         """Count over every ``stride``-th block; ``in_widths`` are the real widths of the inputs in use."""
         arithmetic = source != target or column_map.max_fan_in > 1
-        max_log = (VECTOR_BYTES // max(source.itemsize, target.itemsize)).bit_length() - 1
+        max_log = longest_vector(source, target)
         widths = [*in_widths, *column_map.out_widths]
         logs = [min(max_log, (width & -width).bit_length() - 1) if rows > 1 else max_log for width in widths]
         pieces = encoder_input(column_map)

@@ -21,15 +21,14 @@ from . import _native
 from .plan import ColumnMap
 from .torch_impl import Program, TensorMeta, Tensors
 
-__all__ = ["compile_for_kernel", "encoder_input"]
+__all__ = ["compile_for_kernel", "encoder_input", "longest_vector"]
 
 # In the order of kCasts in csrc/operator.cpp.
 _CASTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Sums and casts of complex numbers are those of their parts.
 _PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
-# A vector is at most 16 bytes.
-VECTOR_BYTES = 16
+VECTOR_BYTES = 16  # at most
 # Dimensions after key_dim multiply the columns that the map lists. Beyond this, slices, which are then
 # long, are as good and need no map. Without such dimensions a map has as many entries as there are columns
 # at most; beyond the second figure it would be hundreds of megabytes, for a few rows.
@@ -152,7 +151,7 @@ class _Program:
         self.parts = parts
         self.scale = inner * (2 if parts else 1)
         self.cast = -1 if in_type == out_type else _CASTS.index(out_type)
-        self.max_log = (VECTOR_BYTES // max(in_type.itemsize, out_type.itemsize)).bit_length() - 1
+        self.max_log = longest_vector(in_type, out_type)
         self.convert = any(meta.dtype != common for meta in metas)
         self.flat = len(metas[0].shape) == 2 and key_dim == 1
         self.plain = self.flat and not self.convert and not parts and len(self.used) == len(inputs)
@@ -221,6 +220,11 @@ class _Program:
                 variants.clear()
             variants[key] = found
         return found
+
+
+def longest_vector(source: torch.dtype, target: torch.dtype) -> int:
+    """log2 of the elements in the longest vector of these types."""
+    return (VECTOR_BYTES // max(source.itemsize, target.itemsize)).bit_length() - 1
 
 
 def encoder_input(column_map: ColumnMap, scale: int = 1) -> list[int]:
