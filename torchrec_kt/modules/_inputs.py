@@ -1,6 +1,5 @@
 """What calls have in common: reading KeyedTensors, checking names, finding the plan."""
 
-import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from ..ops.plan import RegroupPlan
 
-__all__ = ["CachedPlan", "PlanCache", "Unpacked", "check_names", "common_key_dim", "fixed", "unpack"]
+__all__ = ["CachedPlan", "PlanCache", "Unpacked", "check_names", "common_key_dim", "unpack"]
 
 
 _KEYED_TENSOR = frozenset((KeyedTensor,))
@@ -98,11 +97,6 @@ def check_names(groups: list[list[str]], keys: list[str]) -> None:
                 f"output key '{key}' is given more than once; a dict would lose all but the last of its groups"
             )
         seen[key] = 1
-
-
-def fixed(widths: list[list[int]]) -> list[list[int]]:
-    """Widths as constants of a graph, also where its compiler would let integers vary."""
-    return [list(map(operator.index, row)) for row in widths]
 
 
 class CachedPlan(NamedTuple):

@@ -1,13 +1,14 @@
 """``KeyedTensor.regroup`` and ``regroup_as_dict`` with a cache of plans."""
 
-from typing import Any, Dict, List, Tuple
+from typing import Dict, List
 
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from ..ops.regroup import apply_column_map, device_of, graph_moves, moves_beside, regroup_by_moves
-from ._inputs import PlanCache, check_names, common_key_dim, fixed, unpack
+from ..ops.regroup import apply_column_map, regroup_by_moves
+from ._compiled import moves_for, values_and_plan
+from ._inputs import PlanCache, check_names, common_key_dim, unpack
 
 __all__ = ["regroup", "regroup_as_dict"]
 
@@ -25,36 +26,25 @@ def _regroup(keyed_tensors: List[KeyedTensor], groups: List[List[str]]) -> List[
 
 @torch.jit.unused
 def _regroup_eagerly(keyed_tensors: List[KeyedTensor], groups: List[List[str]]) -> List[Tensor]:
+    if torch.compiler.is_compiling():
+        return _regroup_compiled(keyed_tensors, groups)
     unpacked = unpack(keyed_tensors)
     if unpacked is None:
         raise TypeError("keyed_tensors holds torch.fx proxies outside of tracing; expected KeyedTensors")
     names, widths, values, dims = unpacked
     if not values and not groups:
         return []
-    if torch.compiler.is_compiling():
-        widths = fixed(widths)
-        out_widths, used = _plan_at_compile_time(groups, names, widths)
-        key_dim = common_key_dim(dims, values, used)
-        if torch.compiler.is_dynamo_compiling():
-            moves = _moves_at_compile_time(groups, names, widths, device_of(values, used))
-        else:
-            moves = moves_beside(values, _plans.find(groups, names, widths).plan.column_map)
-        return regroup_by_moves(values, moves, out_widths, used, key_dim, None)
     column_map = _plans.find(groups, names, widths).plan.column_map
     return apply_column_map(values, column_map, None, common_key_dim(dims, values, column_map.used_inputs))
 
 
-# A compiler runs these two while it compiles, guards on the names and widths that it gave them, and
-# takes the results for constants: following how a plan is built would cost it seconds.
-@torch.compiler.assume_constant_result
-def _plan_at_compile_time(groups: Any, names: Any, widths: Any) -> Tuple[Tuple[int, ...], Tuple[int, ...]]:
-    plan = _plans.find(groups, names, widths).plan
-    return plan.out_widths, plan.column_map.used_inputs
-
-
-@torch.compiler.assume_constant_result
-def _moves_at_compile_time(groups: Any, names: Any, widths: Any, device: torch.device) -> Tensor:
-    return graph_moves(_plans.find(groups, names, widths).plan.column_map, device)
+@torch.jit.unused
+def _regroup_compiled(keyed_tensors: List[KeyedTensor], groups: List[List[str]]) -> List[Tensor]:
+    if len(keyed_tensors) == 0 and not groups:
+        return []
+    values, key_dim, plan_number, out_widths, used = values_and_plan(keyed_tensors, groups)
+    moves = moves_for(plan_number, values, used)
+    return regroup_by_moves(values, moves, out_widths, used, key_dim, None)
 
 
 def _regroup_scripted(keyed_tensors: List[KeyedTensor], groups: List[List[str]]) -> List[Tensor]:

@@ -13,8 +13,9 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from ..ops.compat import plan_rows
 from ..ops.plan import ColumnMap, RegroupPlan
-from ..ops.regroup import apply_column_map, device_of, graph_moves, moves_beside, regroup_by_moves
-from ._inputs import CachedPlan, PlanCache, check_names, common_key_dim, fixed, unpack
+from ..ops.regroup import apply_column_map, device_of, regroup_by_moves
+from ._compiled import moves_for, numbered_plan, values_and_plan
+from ._inputs import CachedPlan, PlanCache, check_names, common_key_dim, unpack
 from .layout import Layout, read_layout
 
 __all__ = ["KTRegroupAsDict", "PermuteMultiEmbedding"]
@@ -303,8 +304,10 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
     @torch.jit.unused
     def _regroup_eagerly(self, keyed_tensors: List[KeyedTensor]) -> Optional[Dict[str, Tensor]]:
         """What :meth:`forward` does with KeyedTensors that hold tensors; None for proxies."""
-        # Nearly always this call is like the last. Not for graphs: they would depend on the last call.
-        if not torch.compiler.is_compiling() and (last := self._last) is not None:
+        if torch.compiler.is_compiling():
+            return self._regroup_compiled(keyed_tensors)
+        last = self._last
+        if last is not None:  # nearly always this call is like the last
             (groups, all_keys, all_widths, plan), key_dim = last
             if type(keyed_tensors) is list and len(keyed_tensors) == len(all_keys) and self._groups == groups:
                 values: List[Tensor] = []
@@ -328,8 +331,6 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
         names, widths, values, dims = unpacked
         if not values and not self._groups:
             return {}
-        if torch.compiler.is_compiling():
-            return self._regroup_compiled(names, widths, values, dims)
         found = self._plans.find(self._groups, names, widths)
         column_map = found.plan.column_map
         key_dim = common_key_dim(dims, values, column_map.used_inputs)
@@ -339,51 +340,36 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
         return dict(zip(self._keys, outputs))
 
     @torch.jit.unused
-    def _regroup_compiled(
-        self, names: Any, widths: Any, values: List[Tensor], dims: List[int]
-    ) -> Dict[str, Tensor]:
+    def _regroup_compiled(self, keyed_tensors: List[KeyedTensor]) -> Dict[str, Tensor]:
         """What the compilers of ``torch.compile`` and ``torch.export`` follow."""
-        widths = fixed(widths)
-        out_widths, used = self._plan_at_compile_time(names, widths)
-        key_dim = common_key_dim(dims, values, used)
-        device = device_of(values, used)
+        if len(keyed_tensors) == 0 and not self._groups:
+            return {}
+        values, key_dim, plan_number, out_widths, used = values_and_plan(keyed_tensors, self._groups)
         # A program that is exported takes the module's own buffer along. Compiled code does not: the
         # module may show another plan later, and nothing would tell the code to be compiled anew.
-        if torch.compiler.is_exporting() and self._holds_at_compile_time(names, widths, device):
+        if torch.compiler.is_exporting() and self._holds_moves(plan_number, device_of(values, used)):
             moves = self._permute_pooled_embs_impl._permutes
-        elif torch.compiler.is_dynamo_compiling():
-            moves = self._moves_at_compile_time(names, widths, device)
         else:
-            moves = moves_beside(values, self._plans.find(self._groups, names, widths).plan.column_map)
-        return dict(
-            zip(self._keys, regroup_by_moves(values, moves, out_widths, used, key_dim, self._out_dtype))
-        )
-
-    # A compiler runs these while it compiles, guards on the names and widths that it gave them, and
-    # takes the results for constants: following how a plan is built would cost it seconds.
+            moves = moves_for(plan_number, values, used)
+        outputs = regroup_by_moves(values, moves, out_widths, used, key_dim, self._out_dtype)
+        return dict(zip(self._keys, outputs))
 
     @torch.jit.unused
     @torch.compiler.assume_constant_result
-    def _plan_at_compile_time(self, names: Any, widths: Any) -> Any:
-        plan = self._plans.find(self._groups, names, widths).plan
-        return plan.out_widths, plan.column_map.used_inputs
-
-    @torch.jit.unused
-    @torch.compiler.assume_constant_result
-    def _moves_at_compile_time(self, names: Any, widths: Any, device: torch.device) -> Tensor:
-        return graph_moves(self._plans.find(self._groups, names, widths).plan.column_map, device)
-
-    @torch.jit.unused
-    @torch.compiler.assume_constant_result
-    def _holds_at_compile_time(self, names: Any, widths: Any, device: torch.device) -> bool:
-        column_map = self._plans.find(self._groups, names, widths).plan.column_map
-        return self._held_moves(column_map, device) is not None
+    def _holds_moves(self, plan_number: int, device: torch.device) -> bool:
+        plan = numbered_plan(plan_number)
+        return plan == self._graph_plan and self._moves_held(device) is not None
 
     @torch.jit.unused
     def _held_moves(self, column_map: ColumnMap, device: torch.device) -> Optional[Tensor]:
         """The buffer with the moves of this map, if there is one where the values are."""
+        plan = self._graph_plan
+        return None if plan is None or plan.column_map is not column_map else self._moves_held(device)
+
+    @torch.jit.unused
+    def _moves_held(self, device: torch.device) -> Optional[Tensor]:
         plan, impl = self._graph_plan, self._permute_pooled_embs_impl
-        if plan is None or plan.column_map is not column_map or not impl.holds(plan, self._dim):
+        if plan is None or not impl.holds(plan, self._dim):
             return None
         moves = impl._permutes
         if moves.device == device:

@@ -1,0 +1,105 @@
+"""What a compiler follows in place of an eager call.
+
+A plan depends on names and widths alone, which a compiler knows, so it is looked up while compiling and
+its moves become a constant of the graph. Code that is handed other names or widths has to be compiled
+anew, which guards see to. A compiler that follows the look-up guards every name by itself: at a thousand
+keys that takes tenths of a second, and every call checks them one by one. Where the compiler is one that
+:mod:`._dynamo` knows, each list has one guard instead.
+"""
+
+import operator
+from collections import OrderedDict
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedTensor
+
+from ..ops.plan import RegroupPlan
+from ..ops.regroup import device_of, graph_moves, moves_beside
+from ._inputs import PlanCache, common_key_dim, unpack
+
+try:
+    from . import _dynamo as dynamo
+except ImportError:  # no release of torch promises to keep what it is made of
+    dynamo: Any = None
+
+__all__ = ["moves_for", "numbered_plan", "values_and_plan"]
+
+_plans = PlanCache(size=64)
+# Compilers take numbers for constants, and plans not. A number is read by the compilation that asked for it.
+_numbered: OrderedDict[int, RegroupPlan] = OrderedDict()
+_numbers = count()
+
+
+def values_and_plan(
+    keyed_tensors: list[KeyedTensor], groups: list[list[str]]
+) -> tuple[list[Tensor], int, int, tuple[int, ...], tuple[int, ...]]:
+    """Values, ``key_dim``, and of the plan its number, the widths of its outputs and the inputs it uses."""
+    plan_number, key_dim = -1, 1
+    if dynamo is not None:
+        dynamo.comptime(_look_up)  # sets both, where it can
+    if plan_number >= 0:
+        out_widths, used = _widths_and_inputs(plan_number)
+        return [kt._values for kt in keyed_tensors], key_dim, plan_number, out_widths, used
+    unpacked = unpack(keyed_tensors)
+    if unpacked is None:
+        raise TypeError(
+            "keyed_tensors holds torch.fx proxies, which cannot be compiled; expected KeyedTensors"
+        )
+    names, widths, values, dims = unpacked
+    # Integers that the compiler would let vary become constants.
+    plan_number = _number(groups, names, [list(map(operator.index, row)) for row in widths])
+    out_widths, used = _widths_and_inputs(plan_number)
+    return values, common_key_dim(dims, values, used), plan_number, out_widths, used
+
+
+def moves_for(plan_number: int, values: list[Tensor], used: tuple[int, ...]) -> Tensor:
+    """The moves of a plan as a constant of the graph, beside the values."""
+    if torch.compiler.is_dynamo_compiling():
+        return _moves(plan_number, device_of(values, used))
+    return moves_beside(values, numbered_plan(plan_number).column_map)
+
+
+def numbered_plan(plan_number: int) -> RegroupPlan:
+    """The plan of this number."""
+    return _numbered[plan_number]
+
+
+# --- what a compiler runs while it compiles, and takes the results for constants -------------------
+
+
+@torch.compiler.assume_constant_result
+def _number(groups: Any, names: Any, widths: Any) -> int:
+    number = next(_numbers)
+    _numbered[number] = _plans.find(groups, names, widths).plan
+    if len(_numbered) > 64:
+        _numbered.popitem(last=False)
+    return number
+
+
+@torch.compiler.assume_constant_result
+def _widths_and_inputs(plan_number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    plan = numbered_plan(plan_number)
+    return plan.out_widths, plan.column_map.used_inputs
+
+
+@torch.compiler.assume_constant_result
+def _moves(plan_number: int, device: torch.device) -> Tensor:
+    return graph_moves(numbered_plan(plan_number).column_map, device)
+
+
+def _look_up(context: Any) -> None:
+    """Set ``plan_number`` and ``key_dim`` of :func:`values_and_plan`, which is being compiled.
+
+    Not where something is unusual, wrong, or differs in another release of torch: the compiler then
+    follows the function, and guards added before hold all the same.
+    """
+    try:
+        call = dynamo.guarded_call(context, "keyed_tensors", "groups")
+        if call is not None and call.dims.count(call.dims[0]) == len(call.dims):
+            number = _number(call.groups, call.names, call.widths)
+            dynamo.set_locals(context, key_dim=call.dims[0], plan_number=number)
+    except Exception:
+        return

@@ -1,0 +1,86 @@
+"""One guard for a list of names or widths, in place of one for each of its items.
+
+The compiler of ``torch.compile`` knows a list of an input item by item, and guards each item as soon as
+something looks at it. Its hook ``comptime`` is meant for adding guards by hand, among other uses; this
+file alone uses what lies behind that hook, which may change with any release of torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch._dynamo.comptime import ComptimeContext, comptime
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.lists import ListVariable, TupleVariable
+from torch._dynamo.variables.tensor import SymNodeVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torchrec.sparse.jagged_tensor import KeyedTensor
+
+__all__ = ["GuardedCall", "comptime", "guarded_call", "set_locals"]
+
+
+class GuardedCall(NamedTuple):
+    """What the compiled code is for alone."""
+
+    names: list[list[str]]
+    widths: list[list[int]]
+    dims: list[int]
+    groups: list[list[str]]
+
+
+def guarded_call(context: ComptimeContext, keyed_tensors: str, groups: str) -> GuardedCall | None:
+    """Names, widths and ``key_dim`` of the KeyedTensors and the groups in these local variables.
+
+    Returns:
+        None unless the first is a list of one or more KeyedTensors.
+    """
+    compiler: Any = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    local: dict[str, Any] = compiler.symbolic_locals
+    inputs = local[keyed_tensors].realize()
+    if not _is_list(inputs) or not inputs.items:
+        return None
+    call = GuardedCall([], [], [], _guarded(compiler, local[groups]))
+    for item in inputs.items:
+        kt: Any = item.realize()
+        if not isinstance(kt, UserDefinedObjectVariable) or type(kt.value) is not KeyedTensor:
+            return None
+        call.names.append(_guarded(compiler, kt.var_getattr(compiler, "_keys")))
+        call.widths.append(_guarded(compiler, kt.var_getattr(compiler, "_length_per_key")))
+        call.dims.append(_guarded(compiler, kt.var_getattr(compiler, "_key_dim")))
+    return call
+
+
+def set_locals(context: ComptimeContext, **values: int) -> None:
+    """Give local variables of the function that is being compiled these constants."""
+    compiler: Any = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    for name, value in values.items():
+        compiler.symbolic_locals[name] = VariableTracker.build(compiler, value)
+
+
+def _guarded(compiler: Any, variable: Any) -> Any:
+    """What a variable holds, with a guard on it."""
+    if isinstance(variable, LazyVariableTracker) and not variable.is_realized():
+        value = variable.peek_value()
+        # An object that the function has changed is known by its identity; its value here is the old one.
+        if _is_plain(value) and value not in compiler.output.side_effects:
+            install_guard(variable.original_source().make_guard(GuardBuilder.EQUALS_MATCH))
+            return value
+    variable = variable.realize()
+    if _is_list(variable):
+        return [_guarded(compiler, item) for item in variable.items]
+    if isinstance(variable, SymNodeVariable):
+        return variable.evaluate_expr()
+    return variable.as_python_constant()
+
+
+def _is_list(variable: Any) -> bool:
+    return isinstance(variable, (ListVariable, TupleVariable))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether equal values are interchangeable: names, integers, and lists of them."""
+    if type(value) is list:
+        return all(map(_is_plain, value))
+    return type(value) in (str, int)
