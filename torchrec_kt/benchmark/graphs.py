@@ -105,15 +105,15 @@ def seconds_to_make(name: str, state: str, way: Callable[..., Any], workload: Wo
     module = MODULES[name](workload.groups, workload.names)
     if state == "warm":
         module(workload.keyed_tensors(False, batch=2))
-    started = time.process_time()
+    started = time.thread_time()
 
     def clock() -> None:
         nonlocal started
         gc.collect()
-        started = time.process_time()
+        started = time.thread_time()
 
     way(module, workload, clock)
-    return time.process_time() - started
+    return time.thread_time() - started
 
 
 def number_of_graphs(name: str, takes: str, dynamic: bool | None, workload: Workload) -> int:

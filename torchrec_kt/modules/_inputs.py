@@ -1,7 +1,7 @@
 """What calls have in common: reading KeyedTensors, checking names, finding the plan."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -99,8 +99,12 @@ def check_names(groups: list[list[str]], keys: list[str]) -> None:
         seen[key] = 1
 
 
-class CachedPlan(NamedTuple):
-    """A plan and what it was built for, in lists that nobody else holds."""
+@dataclass(frozen=True, slots=True)
+class CachedPlan:
+    """A plan and what it was built for, in lists that nobody else holds.
+
+    No tuple: exporters walk through the tuples that a module holds, name by name.
+    """
 
     groups: list[list[str]]
     keys: list[list[str]]

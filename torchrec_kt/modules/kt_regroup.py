@@ -1,7 +1,8 @@
 """``KTRegroupAsDict``: a drop-in for TorchRec's module of that name."""
 
 from collections.abc import Sequence
-from typing import Any, Dict, List, Optional, Tuple
+from dataclasses import dataclass
+from typing import Any, Dict, List, Optional
 
 import torch
 from torch import Tensor
@@ -204,6 +205,14 @@ def _to_dict(keys: List[str], values: List[Tensor]) -> Dict[str, Tensor]:
     return {key: values[i] for i, key in enumerate(keys)}
 
 
+@dataclass(frozen=True, slots=True)
+class _LastCall:
+    """In one object, since threads share it."""
+
+    found: CachedPlan
+    key_dim: int
+
+
 class KTRegroupAsDict(TorchRecKTRegroupAsDict):
     """Regroups the columns of KeyedTensors into a dict of tensors, one per group.
 
@@ -234,7 +243,7 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
     _groups: List[List[str]]
     _keys: List[str]
     _graph_plan: Optional[RegroupPlan]
-    _last: Optional[Tuple[CachedPlan, int]]
+    _last: Optional["_LastCall"]
 
     # Python state that a scripted module neither has nor needs.
     __jit_ignored_attributes__ = ["_plans", "_graph_plan", "_last"]  # noqa: RUF012
@@ -284,6 +293,8 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
             TypeError: an argument is of the wrong type, or dtypes cannot be promoted.
         """
         if not torch.jit.is_scripting():
+            if torch.compiler.is_compiling():
+                return self._regroup_compiled(keyed_tensors)
             regrouped = self._regroup_eagerly(keyed_tensors)
             if regrouped is not None:
                 return regrouped
@@ -304,14 +315,16 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
     @torch.jit.unused
     def _regroup_eagerly(self, keyed_tensors: List[KeyedTensor]) -> Optional[Dict[str, Tensor]]:
         """What :meth:`forward` does with KeyedTensors that hold tensors; None for proxies."""
-        if torch.compiler.is_compiling():
-            return self._regroup_compiled(keyed_tensors)
         last = self._last
         if last is not None:  # nearly always this call is like the last
-            (groups, all_keys, all_widths, plan), key_dim = last
-            if type(keyed_tensors) is list and len(keyed_tensors) == len(all_keys) and self._groups == groups:
+            known, key_dim = last.found, last.key_dim
+            if (
+                type(keyed_tensors) is list
+                and len(keyed_tensors) == len(known.keys)
+                and self._groups == known.groups
+            ):
                 values: List[Tensor] = []
-                for kt, keys, widths in zip(keyed_tensors, all_keys, all_widths):
+                for kt, keys, widths in zip(keyed_tensors, known.keys, known.widths):
                     if (
                         type(kt) is not KeyedTensor
                         or kt._keys != keys
@@ -322,7 +335,7 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
                     values.append(kt._values)
                 else:
                     outputs = apply_column_map(
-                        values, plan.column_map, self._out_dtype, key_dim, self._held_moves
+                        values, known.plan.column_map, self._out_dtype, key_dim, self._held_moves
                     )
                     return dict(zip(self._keys, outputs))
         unpacked = unpack(keyed_tensors)
@@ -402,7 +415,7 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
         """Note the plan that the next call will probably use and a graph made from now on should hold."""
         if not self._is_inited:
             self._show_to_graphs(found.plan, key_dim)
-        self._last = (found, key_dim) if found.keys else None
+        self._last = _LastCall(found, key_dim) if found.keys else None
         self._graph_plan = found.plan
         self._dim = key_dim
         self._use_fbgemm_regroup = key_dim == 1

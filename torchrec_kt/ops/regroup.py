@@ -205,7 +205,7 @@ def _run(call: _Call, values: Tensors) -> list[Tensor]:
         return call.program(values)
     except Exception:
         # What a call is found by does not tell sparse tensors from strided ones.
-        check_values(values, call.column_map, call.key_dim)
+        check_values(values, call.column_map.in_widths, call.column_map.used_inputs, call.key_dim)
         raise
 
 
@@ -239,7 +239,7 @@ def regroup_by_moves(
 
     The operator itself cannot tell which inputs its moves use before it runs; the caller knows.
     """
-    if dtype is None and values:
+    if dtype is None and len(used) < len(values):
         dtype = promoted_dtype(values, used)
     return torch.ops.torchrec_kt.regroup(list(values), moves, out_widths, key_dim, dtype)
 
@@ -271,18 +271,18 @@ def check_tensors(values: Sequence[Any]) -> None:
             raise ValueError(f"values[{i}] is a nested tensor; expected a strided one")
 
 
-def check_values(values: Sequence[Tensor], column_map: ColumnMap, key_dim: int) -> int:
+def check_values(
+    values: Sequence[Tensor], in_widths: Sequence[int], used: Sequence[int], key_dim: int
+) -> int:
     """Check everything that a launch relies on; returns ``key_dim`` counted from the front.
 
-    Inputs that the map does not use are not looked at, so they may have any shape and device.
+    Inputs that are not used are not looked at, so they may have any shape and device.
     """
-    if len(values) != len(column_map.in_widths):
-        raise ValueError(
-            f"got {len(values)} value tensors; the plan was built for {len(column_map.in_widths)}"
-        )
+    if len(values) != len(in_widths):
+        raise ValueError(f"got {len(values)} value tensors; the plan was built for {len(in_widths)}")
     if not values:
         raise ValueError("got no value tensors, so the batch size is unknown; pass at least one")
-    used = column_map.used_inputs or (0,)
+    used = used or (0,)
     first = values[used[0]]
     dim = key_dim + first.dim() if key_dim < 0 else key_dim
     if not 0 <= dim < first.dim():
@@ -305,10 +305,10 @@ def check_values(values: Sequence[Tensor], column_map: ColumnMap, key_dim: int) 
                 f"values[{i}] has shape {tuple(value.shape)}, values[{used[0]}] has {tuple(first.shape)}; they "
                 f"must agree in everything but dimension {dim}, which holds the columns"
             )
-        if value.shape[dim] < column_map.in_widths[i]:
+        if value.shape[dim] < in_widths[i]:
             raise ValueError(
                 f"values[{i}] has shape {tuple(value.shape)}, {value.shape[dim]} columns in dimension {dim}; the "
-                f"widths of its keys add up to {column_map.in_widths[i]}"
+                f"widths of its keys add up to {in_widths[i]}"
             )
     return dim
 
@@ -369,7 +369,7 @@ class _Call:
         check_tensors(values)
         check_dtype(dtype)
         self.column_map = column_map
-        self.key_dim = check_values(values, column_map, key_dim)
+        self.key_dim = check_values(values, column_map.in_widths, column_map.used_inputs, key_dim)
         self.dtype = promoted_dtype(values, column_map.used_inputs) if dtype is None else dtype
         self.inputs = tuple(TensorMeta(tuple(v.shape), v.dtype, v.device) for v in values)
         arguments = column_map, self.inputs, self.dtype, self.key_dim
@@ -712,12 +712,11 @@ def _regroup_fake(
 ) -> list[Tensor]:
     if moves.is_meta and not all(v.is_meta for v in values):
         raise ValueError("the plan tensor is on the meta device and the values are not; move it to theirs")
-    # The moves cannot be read here, so every input counts as used.
-    every = ColumnMap([(i, 0, 0, 0, 1) for i in range(len(values))] if values else [], [1] * len(values), [1])
-    every.in_widths = (0,) * len(values)
-    dim = check_values(values, every, key_dim)
+    # The moves cannot be read here, so every input counts as used, and how wide they are meant is unknown.
+    every = range(len(values))
+    dim = check_values(values, [0] * len(values), every, key_dim)
     _check_out_widths(out_widths)
-    result = promoted_dtype(values, every.used_inputs) if dtype is None else dtype
+    result = promoted_dtype(values, every) if dtype is None else dtype
     shape = values[0].shape
     return [
         values[0].new_empty((*shape[:dim], width, *shape[dim + 1 :]), dtype=result) for width in out_widths
@@ -821,7 +820,7 @@ def _register(transposed: bool) -> None:
         dtype: torch.dtype | None = None,
     ) -> list[Tensor]:
         column_map = _map_for(transposed, values, moves, out_widths, key_dim)
-        dim = check_values(values, column_map, key_dim)
+        dim = check_values(values, column_map.in_widths, column_map.used_inputs, key_dim)
         return _composite(values, column_map, dtype or _common_dtype(values), dim)
 
     def autograd(
