@@ -52,7 +52,8 @@ def values_and_plan(
     # Integers that the compiler would let vary become constants.
     plan_number = _number(groups, names, [list(map(operator.index, row)) for row in widths])
     out_widths, used = _widths_and_inputs(plan_number)
-    return values, common_key_dim(dims, values, used), plan_number, out_widths, used
+    key_dim = common_key_dim(list(map(operator.index, dims)), values, used)
+    return values, key_dim, plan_number, out_widths, used
 
 
 def moves_for(plan_number: int, values: list[Tensor], used: tuple[int, ...]) -> Tensor:

@@ -1,0 +1,299 @@
+"""What ``torch.compile`` looks up and guards, by the short way and by the long one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.testing import CompileCounter
+from torchrec.sparse.jagged_tensor import KeyedTensor
+
+from torchrec_kt import regroup, regroup_as_dict
+from torchrec_kt.modules import _compiled
+
+from .helpers import GROUPS, LAYOUT, NAMES, OTHER_INPUTS, Kts, make_kts, module, reference, same, values_of
+
+Callee = Callable[[Kts, list[list[str]]], list[Tensor]]
+
+
+class OnGroups(nn.Module):
+    """The module with its groups as a second argument of the caller, like the functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = module(GROUPS)
+
+    def forward(self, kts: Kts, groups: list[list[str]]) -> list[Tensor]:
+        self.inner._groups = groups
+        return list(self.inner(kts).values())
+
+
+CALLEES: dict[str, Callable[[], Callee]] = {
+    "module": OnGroups,
+    "regroup": lambda: regroup,
+    "regroup_as_dict": lambda: lambda kts, groups: list(regroup_as_dict(kts, groups, NAMES).values()),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_compiled_code() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each look-up whether it was done in one step."""
+    found: list[bool] = []
+    guarded_call = _compiled.dynamo.guarded_call
+
+    def spy(*arguments: Any) -> Any:
+        found.append(False)
+        call = guarded_call(*arguments)
+        found[-1] = call is not None
+        return call
+
+    monkeypatch.setattr(_compiled.dynamo, "guarded_call", spy)
+    return found
+
+
+def no_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_compiled, "dynamo", None)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise AttributeError("something was renamed")
+
+    monkeypatch.setattr(_compiled.dynamo, "guarded_call", fail)
+
+
+def failing_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise AttributeError("something was renamed")
+
+    monkeypatch.setattr(_compiled.dynamo, "set_locals", fail)
+
+
+WAYS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "in one step": lambda monkeypatch: None,
+    "without the compiler's hook": no_dynamo,
+    "with a hook that fails": failing,
+    "with a hook that fails late": failing_late,
+}
+
+
+# --- guards ----------------------------------------------------------------------------------------
+
+
+def many_keys(callee: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Guards on values, when 400 keys are regrouped."""
+    found: list[Any] = []
+    guard = GuardBuilder.EQUALS_MATCH
+
+    def counting(self: Any, *arguments: Any, **options: Any) -> Any:
+        found.append(arguments)
+        return guard(self, *arguments, **options)
+
+    monkeypatch.setattr(GuardBuilder, "EQUALS_MATCH", counting)
+    names = [f"k{i}" for i in range(400)]
+    kts = make_kts([(names[:200], [2] * 200), (names[200:], [2] * 200)])
+    groups = [names[::2], names[1::2]]
+    call = CALLEES[callee]()
+    assert same(torch.compile(call, fullgraph=True, backend="eager")(kts, groups), reference(kts, groups))
+    return len(found)
+
+
+@pytest.mark.parametrize("callee", CALLEES)
+def test_every_list_has_one_guard(callee: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert many_keys(callee, monkeypatch) < 30
+
+
+@pytest.mark.parametrize("callee", CALLEES)
+def test_the_long_way_guards_every_name(callee: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_dynamo(monkeypatch)
+    assert many_keys(callee, monkeypatch) > 800
+
+
+# --- the short way is taken -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dynamic", [None, True, False])
+@pytest.mark.parametrize("callee", CALLEES)
+def test_inputs_are_looked_up_in_one_step(callee: str, dynamic: bool | None, looked_up: list[bool]) -> None:
+    call = torch.compile(CALLEES[callee](), fullgraph=True, backend="eager", dynamic=dynamic)
+    for other in ("same", "other batch", "keys swapped", "widths grown", "one more input", "key_dim 0"):
+        kts = OTHER_INPUTS[other]()
+        assert same(call(kts, GROUPS), reference(kts, GROUPS))
+    assert looked_up
+    assert all(looked_up)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("callee", CALLEES)
+def test_keyed_tensors_made_inside_are_looked_up_in_one_step(
+    callee: str, dynamic: bool | None, looked_up: list[bool]
+) -> None:
+    inner = CALLEES[callee]()
+
+    def call(first: Tensor, second: Tensor) -> list[Tensor]:
+        # One width is written down, the other is one that the compiler may let vary.
+        second_width = second.shape[1] - 2
+        kts = [
+            KeyedTensor(["a", "b"], [3, 5], first),
+            KeyedTensor(["c", "d"], [2, second_width], second),
+        ]
+        return inner(kts, GROUPS)
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager", dynamic=dynamic)
+    for batch, width in ((3, 4), (5, 4), (3, 7), (2, 9)):
+        kts = make_kts([(["a", "b"], [3, 5]), (["c", "d"], [2, width])], batch)
+        assert same(compiled(*values_of(kts)), reference(kts, GROUPS))
+    assert looked_up
+    assert all(looked_up)
+
+
+def test_strict_export_looks_up_in_one_step(looked_up: list[bool]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.regroup = module(GROUPS)
+
+        def forward(self, first: Tensor, second: Tensor) -> Any:
+            return self.regroup(
+                [KeyedTensor(keys, widths, v) for (keys, widths), v in zip(LAYOUT, (first, second))]
+            )
+
+    kts = make_kts()
+    program = torch.export.export(Model(), tuple(values_of(kts)), strict=True)
+    assert same(program.module()(*values_of(kts)).values(), reference(kts, GROUPS))
+    assert looked_up == [True]
+
+
+# --- every way is right ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("callee", ["module", "regroup"])
+@pytest.mark.parametrize("way", ["in one step", "without the compiler's hook"])
+def test_every_other_input_is_compiled_anew(way: str, callee: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    WAYS[way](monkeypatch)
+    call = torch.compile(CALLEES[callee](), fullgraph=True, backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=100):
+        for other in (
+            "same",
+            "keys swapped, widths in place",
+            "inputs swapped",
+            "widths changed, total kept",
+            "more keys",
+            "one more input in front",
+            "key_dim 0, square",
+        ):
+            kts = OTHER_INPUTS[other]()
+            assert same(call(kts, GROUPS), reference(kts, GROUPS))
+        kts = make_kts()  # the code of the first call is still there and right
+        assert same(call(kts, GROUPS), reference(kts, GROUPS))
+
+
+@pytest.mark.parametrize("callee", CALLEES)
+@pytest.mark.parametrize("way", WAYS)
+def test_equal_names_in_other_lists_run_the_same_code(
+    way: str, callee: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    WAYS[way](monkeypatch)
+    counter = CompileCounter()
+    call = torch.compile(CALLEES[callee](), fullgraph=True, backend=counter)
+    for _ in range(3):
+        kts = make_kts([(["".join(key) for key in keys], widths) for keys, widths in LAYOUT])
+        assert same(call(kts, [list(group) for group in GROUPS]), reference(kts, GROUPS))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("callee", CALLEES)
+@pytest.mark.parametrize("way", WAYS)
+def test_lists_changed_in_place_between_calls(way: str, callee: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    WAYS[way](monkeypatch)
+    call = torch.compile(CALLEES[callee](), fullgraph=True, backend="eager")
+    kts = make_kts([(["a", "b"], [3, 5]), (["c", "d"], [4, 4])])
+    groups = [list(group) for group in GROUPS]
+    assert same(call(kts, groups), reference(kts, groups))
+    kts[1]._keys.reverse()
+    assert same(call(kts, groups), reference(kts, groups))
+    kts[0]._length_per_key[:] = [5, 3]
+    assert same(call(kts, groups), reference(kts, groups))
+    groups[0][:] = ["d", "b", "d"]
+    assert same(call(kts, groups), reference(kts, groups))
+
+
+CHANGES: dict[str, Callable[[KeyedTensor, list[str], list[list[str]]], None]] = {
+    "through the KeyedTensor": lambda kt, names, groups: kt._keys.reverse(),
+    "through another name": lambda kt, names, groups: names.reverse(),
+    "another list": lambda kt, names, groups: setattr(kt, "_keys", names[::-1]),
+    "the groups": lambda kt, names, groups: groups[0].reverse(),
+    "a new group": lambda kt, names, groups: groups.__setitem__(0, ["b", "a", "b"]),
+}
+
+
+@pytest.mark.parametrize("callee", ["module", "regroup"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_lists_changed_in_the_code_that_is_compiled(
+    change: str, way: str, callee: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    WAYS[way](monkeypatch)
+    inner = CALLEES[callee]()
+
+    def changing(kt: KeyedTensor, names: list[str], groups: list[list[str]]) -> list[Tensor]:
+        before = inner([kt], groups)
+        CHANGES[change](kt, names, groups)
+        return [*before, *inner([kt], groups)]
+
+    def arguments() -> Any:
+        names = ["a", "b"]
+        return KeyedTensor(names, [3, 3], values), names, [["a", "b"], ["b"]]
+
+    values = torch.randn(2, 6)
+    compiled = torch.compile(changing, fullgraph=True, backend="eager")
+    for _ in range(2):
+        assert same(compiled(*arguments()), changing(*arguments()))
+
+
+@pytest.mark.parametrize("callee", CALLEES)
+@pytest.mark.parametrize("way", WAYS)
+def test_inputs_that_disagree_on_key_dim(way: str, callee: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    WAYS[way](monkeypatch)
+    call = torch.compile(CALLEES[callee](), fullgraph=True, backend="eager")
+    kts = make_kts([(["a", "b"], [3, 5]), (["c", "d"], [4, 4])], 8)
+    kts[1]._key_dim = -1
+    assert same(call(kts, GROUPS), reference(kts, GROUPS))
+    kts[1]._key_dim = 0
+    with pytest.raises(Exception, match="key_dim 0"):
+        call(kts, GROUPS)
+
+
+@pytest.mark.parametrize("callee", CALLEES)
+@pytest.mark.parametrize("way", WAYS)
+def test_unknown_keys_are_named(way: str, callee: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    WAYS[way](monkeypatch)
+    call = torch.compile(CALLEES[callee](), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="key 'nowhere', named by groups"):
+        call(make_kts(), [["a"], ["nowhere"]])
+
+
+@pytest.mark.parametrize("way", ["in one step", "without the compiler's hook"])
+def test_many_compilations(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    WAYS[way](monkeypatch)
+    kts = make_kts()
+
+    def call() -> list[Tensor]:
+        return [part for group in (["a"], ["b"], ["c"], ["d"]) for part in regroup(kts, [group, ["a"]])]
+
+    expected = [part for group in (["a"], ["b"], ["c"], ["d"]) for part in reference(kts, [group, ["a"]])]
+    for _ in range(18):
+        torch._dynamo.reset()
+        assert same(torch.compile(call, fullgraph=True, backend="eager")(), expected)
+    assert len(_compiled._numbered) <= 64
