@@ -50,15 +50,18 @@ def _no_compiled_code() -> Iterator[None]:
 def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each look-up whether it was done in one step."""
     found: list[bool] = []
-    guarded_call = _compiled.dynamo.guarded_call
+    guarded_call, set_locals = _compiled.dynamo.guarded_call, _compiled.dynamo.set_locals
 
-    def spy(*arguments: Any) -> Any:
+    def begins(*arguments: Any) -> Any:
         found.append(False)
-        call = guarded_call(*arguments)
-        found[-1] = call is not None
-        return call
+        return guarded_call(*arguments)
 
-    monkeypatch.setattr(_compiled.dynamo, "guarded_call", spy)
+    def ends(*arguments: Any, **constants: Any) -> None:
+        set_locals(*arguments, **constants)
+        found[-1] = True
+
+    monkeypatch.setattr(_compiled.dynamo, "guarded_call", begins)
+    monkeypatch.setattr(_compiled.dynamo, "set_locals", ends)
     return found
 
 
@@ -166,7 +169,7 @@ def test_strict_export_looks_up_in_one_step(looked_up: list[bool]) -> None:
 
         def forward(self, first: Tensor, second: Tensor) -> Any:
             return self.regroup(
-                [KeyedTensor(keys, widths, v) for (keys, widths), v in zip(LAYOUT, (first, second))]
+                [KeyedTensor(list(k), list(w), v) for (k, w), v in zip(LAYOUT, (first, second))]
             )
 
     kts = make_kts()
@@ -273,6 +276,24 @@ def test_inputs_that_disagree_on_key_dim(way: str, callee: str, monkeypatch: pyt
     kts[1]._key_dim = 0
     with pytest.raises(Exception, match="key_dim 0"):
         call(kts, GROUPS)
+
+
+class Renamed(KeyedTensor):
+    """Answers otherwise than its fields say."""
+
+    def keys(self) -> list[str]:
+        return [{"a": "b", "b": "a"}.get(key, key) for key in self._keys]
+
+
+@pytest.mark.parametrize("callee", CALLEES)
+@pytest.mark.parametrize("way", WAYS)
+def test_subclasses_are_asked(way: str, callee: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    WAYS[way](monkeypatch)
+    call = torch.compile(CALLEES[callee](), fullgraph=True, backend="eager")
+    plain = make_kts([(["a", "b"], [4, 4]), LAYOUT[1]])
+    kts = [Renamed(plain[0].keys(), plain[0].length_per_key(), plain[0].values()), plain[1]]
+    assert same(call(kts, GROUPS), reference(kts, GROUPS))
+    assert not same(reference(kts, GROUPS), reference(plain, GROUPS))
 
 
 @pytest.mark.parametrize("callee", CALLEES)
