@@ -46,9 +46,9 @@ def guarded_call(context: ComptimeContext, keyed_tensors: str, groups: str) -> G
         kt: Any = item.realize()
         if not isinstance(kt, UserDefinedObjectVariable) or type(kt.value) is not KeyedTensor:
             return None
-        call.names.append(_guarded(compiler, kt.var_getattr(compiler, "_keys")))
-        call.widths.append(_guarded(compiler, kt.var_getattr(compiler, "_length_per_key")))
-        call.dims.append(_guarded(compiler, kt.var_getattr(compiler, "_key_dim")))
+        call.names.append(_guarded(compiler, _attribute(compiler, kt, "_keys")))
+        call.widths.append(_guarded(compiler, _attribute(compiler, kt, "_length_per_key")))
+        call.dims.append(_guarded(compiler, _attribute(compiler, kt, "_key_dim")))
     return call
 
 
@@ -57,6 +57,11 @@ def set_locals(context: ComptimeContext, **values: int) -> None:
     compiler: Any = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
     for name, value in values.items():
         compiler.symbolic_locals[name] = VariableTracker.build(compiler, value)
+
+
+def _attribute(compiler: Any, variable: Any, name: str) -> Any:
+    arguments = [variable, VariableTracker.build(compiler, name)]
+    return VariableTracker.build(compiler, getattr).call_function(compiler, arguments, {})
 
 
 def _guarded(compiler: Any, variable: Any) -> Any:
