@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.reference import regroup_reference
 from torchrec_kt.ops import RegroupPlan, regroup_values
-from torchrec_kt.ops.regroup import graph_moves
+from torchrec_kt.ops.moves import graph_moves
 
 LAYOUTS = [(["a", "b", "c"], [64, 16, 7]), (["d", "e"], [128, 32])]
 GROUPS = [["d", "a", "a"], ["e", "c", "d"]]

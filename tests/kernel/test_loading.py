@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from tests.kernel import building
-from torchrec_kt.ops import RegroupPlan, has_cuda_kernel, kernel, regroup, regroup_values
+from torchrec_kt.ops import RegroupPlan, has_cuda_kernel, kernel, regroup_values
 from torchrec_kt.ops import _native as native
+from torchrec_kt.ops import moves as moves_module
 from torchrec_kt.ops.kernel import compile_for_kernel
 from torchrec_kt.ops.torch_impl import TensorMeta
 
@@ -265,22 +266,22 @@ class OnDevice:
 @pytest.fixture
 def contents(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
-    monkeypatch.setattr(regroup, "_contents", found)
+    monkeypatch.setattr(moves_module, "_contents", found)
     return found
 
 
 @pytest.mark.usefixtures("contents")
 def test_plan_tensors_are_read_once() -> None:
     moves: Any = OnDevice([[0, 0, 0, 0, 4]])
-    assert regroup._content(moves) == moves.tensor.numpy().tobytes()
+    assert moves_module._content(moves) == moves.tensor.numpy().tobytes()
     for _ in range(3):
-        assert regroup._content(moves) == moves.tensor.numpy().tobytes()
+        assert moves_module._content(moves) == moves.tensor.numpy().tobytes()
     assert moves.copies == 1
     moves.tensor[0, 4] = 2  # in place
-    assert regroup._content(moves) == moves.tensor.numpy().tobytes()
+    assert moves_module._content(moves) == moves.tensor.numpy().tobytes()
     assert moves.copies == 2
     other: Any = OnDevice([[0, 0, 0, 0, 4]])
-    regroup._content(other)
+    moves_module._content(other)
     assert other.copies == 1
 
 
@@ -289,9 +290,9 @@ def test_inference_plan_tensors_are_read_each_time() -> None:
     """A change of one leaves no trace."""
     with torch.inference_mode():
         moves: Any = OnDevice([[0, 0, 0, 0, 4]])
-        first = regroup._content(moves)
+        first = moves_module._content(moves)
         moves.tensor[0, 4] = 2
-        assert regroup._content(moves) != first
+        assert moves_module._content(moves) != first
     assert moves.copies == 2
 
 
@@ -300,22 +301,22 @@ def test_views_of_one_plan_tensor_differ(contents: dict[Any, Any]) -> None:
     for view in (base, base[:2], base[:, :4], base.t()):
         moves: Any = OnDevice([[0]])
         moves.tensor = view
-        assert regroup._content(moves) == view.contiguous().numpy().tobytes()
+        assert moves_module._content(moves) == view.contiguous().numpy().tobytes()
     assert len(contents) == 4
 
 
 def test_contents_kept_are_bounded_and_hold_their_tensors(contents: dict[Any, Any]) -> None:
     for n in range(200):
         moves: Any = OnDevice([[n, 0, 0, 0, 4]])
-        assert regroup._content(moves)[:4] == n.to_bytes(4, "little")
-        assert len(contents) <= regroup._MAX_MAPS
+        assert moves_module._content(moves)[:4] == n.to_bytes(4, "little")
+        assert len(contents) <= moves_module._MAX_MAPS
     # While an entry is there its tensor is, so that no other one can come to lie at its address.
     assert all(entry[2] is not None for entry in contents.values())
 
 
 def test_cpu_plan_tensors_are_read_each_time(contents: dict[Any, Any]) -> None:
     moves = torch.tensor([[0, 0, 0, 0, 4]], dtype=torch.int32)
-    first = regroup._content(moves)
+    first = moves_module._content(moves)
     moves.numpy()[0, 4] = 2  # torch does not notice
-    assert regroup._content(moves) != first
+    assert moves_module._content(moves) != first
     assert not contents

@@ -451,7 +451,7 @@ def test_an_exported_program_moves_to_another_device_with_its_plan() -> None:
 
 def test_the_plan_of_a_graph_is_one_tensor_for_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Implementations that read a plan from a device do so once for each tensor, never in later steps."""
-    implementation = sys.modules["torchrec_kt.ops.regroup"]
+    implementation = sys.modules["torchrec_kt.ops.operators"]
     seen: list[Tensor] = []
     original = implementation.column_map_from_moves
     monkeypatch.setattr(

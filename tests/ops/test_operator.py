@@ -32,7 +32,7 @@ from tests.reference import (
 )
 from tests.transforms import TRANSFORMS, assert_same_transformed
 from torchrec_kt.ops import RegroupPlan, _native, has_cuda_kernel, regroup_values
-from torchrec_kt.ops.regroup import moves_beside
+from torchrec_kt.ops.moves import moves_beside
 
 LAYOUTS = [(["a", "b"], [3, 5]), (["c", "d"], [2, 4])]
 ONCE = [["a", "c"], ["d", "b"]]

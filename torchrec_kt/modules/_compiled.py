@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
+from ..ops.moves import device_of, graph_moves, moves_beside
 from ..ops.plan import RegroupPlan
-from ..ops.regroup import device_of, graph_moves, moves_beside
 from ._inputs import PlanCache, common_key_dim, unpack
 
 try:

@@ -13,8 +13,9 @@ from torchrec.modules.regroup import PermuteMultiEmbedding as TorchRecPermuteMul
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from ..ops.compat import plan_rows
+from ..ops.moves import device_of
 from ..ops.plan import ColumnMap, RegroupPlan
-from ..ops.regroup import apply_column_map, device_of, regroup_by_moves
+from ..ops.regroup import apply_column_map, regroup_by_moves
 from ._compiled import moves_for, numbered_plan, values_and_plan
 from ._inputs import CachedPlan, PlanCache, check_names, common_key_dim, unpack
 from .layout import Layout, read_layout

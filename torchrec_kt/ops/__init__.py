@@ -1,7 +1,7 @@
 """Regroup as an operator on tensors. Needs torch alone."""
 
 from . import _native
-from . import compat as _compat  # noqa: F401  registers the FBGEMM-shaped operators
+from . import compat as _compat  # noqa: F401  registers the operators
 from .plan import RegroupPlan, UnknownKeyError
 from .regroup import regroup_values
 

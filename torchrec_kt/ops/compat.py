@@ -16,15 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .moves import FBGEMM_FIELDS, column_map_from_moves, moves_beside
+from .operators import LIBRARY
 from .plan import RegroupPlan, locate_keys
-from .regroup import (
-    FBGEMM_FIELDS,
-    LIBRARY,
-    batch_in_front,
-    check_tensors,
-    column_map_from_moves,
-    moves_beside,
-)
+from .regroup import batch_in_front, check_tensors
 
 __all__ = [
     "kt_regroup_arguments",

@@ -1,16 +1,8 @@
-"""The operator: checks, autograd, and the form that graphs see.
+"""Regroup values by a map: checks, eager calls, autograd.
 
 Eager code calls :func:`regroup_values` with a plan: a memoised program per shape, and an
-``autograd.Function`` only where a gradient can flow; no dispatcher round trip. Whatever records
-graphs (compile, export, fake tensors, tracing) sees one call of the registered operator, whose map
-is a tensor of moves, rows of ``(in_tensor, out_tensor, in_offset, out_offset, length)``; a sixth
-column, as FBGEMM's plans have, is ignored::
-
-    torchrec_kt::regroup(Tensor[] values, Tensor moves, SymInt[] out_widths,
-                         int key_dim=1, ScalarType? dtype=None) -> Tensor[]
-
-Its backward pass is one call of ``regroup_transposed``, which takes the same tensor of moves and reads
-it the other way round: a graph needs no second plan and computes none.
+``autograd.Function`` only where a gradient can flow; no dispatcher round trip. Whatever records graphs
+(compile, export, fake tensors, tracing) sees one call of the operator that :mod:`.operators` registers.
 
 Both apply a column map and differentiate by applying its transpose, so derivatives of every order
 exist.
@@ -18,21 +10,17 @@ exist.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
-from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _disable_current_modes
 
-from . import plan as _plan
 from .kernel import compile_for_kernel
+from .moves import device_of, moves_beside, recording
 from .plan import ColumnMap, RegroupPlan
 from .torch_impl import Program, TensorMeta, Tensors, accumulate_dtype, compile_map
 
@@ -41,29 +29,13 @@ try:
 except ImportError:  # then every call describes its inputs, which costs two microseconds more
     TensorGuards = None
 
-__all__ = [
-    "apply_column_map",
-    "column_map_from_moves",
-    "device_of",
-    "graph_moves",
-    "moves_beside",
-    "regroup_by_moves",
-    "regroup_values",
-]
+__all__ = ["apply_column_map", "regroup_by_moves", "regroup_values"]
 
-# Shapes and maps rarely vary much within one process; the bounds are there so that they may.
+# Shapes rarely vary much within one process; the bound is there so that they may.
 _MAX_CALLS = 128
-_MAX_MAPS = 64
 
 _PLAIN_TENSORS = frozenset((Tensor, torch.nn.Parameter))
-_plan.in_graph = torch.compiler.is_dynamo_compiling
-
-_CPU = torch.device("cpu")
-_is_compiling = torch.compiler.is_compiling
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_tracing_state = torch._C._get_tracing_state
-_set_tracing_state: Any = torch._C._set_tracing_state  # pyright: ignore[reportAttributeAccessIssue]
-_transforms_active = torch._C._are_functorch_transforms_active
+transforms_active = torch._C._are_functorch_transforms_active
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 _is_old_vmap = _functorch.is_legacy_batchedtensor
 
@@ -129,7 +101,7 @@ def apply_column_map(
     if not isinstance(values, (list, tuple)):
         check_tensors(values)  # a lone tensor is a sequence too
         values = list(values)
-    if _recording():
+    if recording():
         return _by_operator(values, column_map, dtype, key_dim, held_moves)
     known = _known_call(values, column_map, dtype, key_dim)
     if known is not None:
@@ -139,7 +111,7 @@ def apply_column_map(
         return call.program(values)
     if not _PLAIN_TENSORS.issuperset(map(type, values)):
         return _by_operator(values, column_map, dtype, key_dim, held_moves)
-    call = _call_for(values, column_map, dtype, key_dim)
+    call = call_for(values, column_map, dtype, key_dim)
     outputs = _run(call, values)
     column_map.last_call = _remember(call, values, dtype, key_dim)
     return outputs
@@ -172,7 +144,7 @@ def _known_call(
             and known_dim == key_dim
             and inputs == len(values)
             and same(*values)
-            and not _transforms_active()
+            and not transforms_active()
             and forward_ad._current_level < 0
         ):
             return call, differentiable
@@ -194,13 +166,13 @@ def _remember(call: _Call, values: Tensors, dtype: torch.dtype | None, key_dim: 
 def _run(call: _Call, values: Tensors) -> list[Tensor]:
     """Apply a call's map to real tensors of the shapes that it was made for."""
     try:
-        if _transforms_active():
+        if transforms_active():
             levels = _functorch.get_interpreter_stack()
             if any(level.key() == _functorch.TransformType.Functionalize for level in levels):
                 # It has a rule for operators and none for autograd functions.
                 return _by_operator(values, call.column_map, call.dtype, call.key_dim)
             return list(_TransformableApply.apply(call, *values))
-        if _wants_autograd(values):
+        if wants_autograd(values):
             return list(_eager_apply(call, *values))
         return call.program(values)
     except Exception:
@@ -219,7 +191,7 @@ def _by_operator(
     check_tensors(values)
     # Fake tensors outlive their mode; the plan beside them has to be fake as well.
     mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
-    with nullcontext() if mode is None or _recording() else mode:
+    with nullcontext() if mode is None or recording() else mode:
         device = device_of(values, column_map.used_inputs)
         moves = None if held_moves is None else held_moves(column_map, device)
         if moves is None:
@@ -244,12 +216,7 @@ def regroup_by_moves(
     return torch.ops.torchrec_kt.regroup(list(values), moves, out_widths, key_dim, dtype)
 
 
-def _recording() -> bool:
-    """Whether something watches the calls made here, so that it should see one operator."""
-    return _is_compiling() or _dispatch_modes() > 0 or _tracing_state() is not None
-
-
-def _wants_autograd(values: Sequence[Tensor]) -> bool:
+def wants_autograd(values: Sequence[Tensor]) -> bool:
     if torch.is_grad_enabled():
         for value in values:
             if value.requires_grad:
@@ -351,7 +318,7 @@ class _Adjoint:
         for i in self.wanted:
             widths[i] = call.inputs[i].shape[call.key_dim]
         self.column_map = call.column_map.transpose(widths, self.wanted)
-        self.dtype = _gradient_dtype(call.dtype, [call.inputs[i].dtype for i in self.wanted])
+        self.dtype = gradient_dtype(call.dtype, [call.inputs[i].dtype for i in self.wanted])
         # Whether the map's outputs are the gradients as they stand.
         self.complete = len(self.wanted) == len(needs) and all(
             meta.dtype == self.dtype for meta in call.inputs
@@ -391,7 +358,7 @@ class _Call:
         result: list[Tensor | None] = [None] * len(needs)
         if adjoint.wanted:
             for i, grad in zip(adjoint.wanted, self._pull_back_used(adjoint, grads)):
-                result[i] = _as_gradient(grad, self.inputs[i].dtype)
+                result[i] = as_gradient(grad, self.inputs[i].dtype)
         for i in adjoint.unused:
             shape, dtype, device = self.inputs[i]
             result[i] = torch.zeros(shape, dtype=dtype, device=device)
@@ -400,25 +367,26 @@ class _Call:
     def _filled(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
         device = self.inputs[(self.column_map.used_inputs or (0,))[0]].device
         return tuple(
-            _zeros(shape, self.dtype, device) if g is None else g for g, shape in zip(grads, self.out_shapes)
+            expanded_zeros(shape, self.dtype, device) if g is None else g
+            for g, shape in zip(grads, self.out_shapes)
         )
 
     def _pull_back_used(self, adjoint: _Adjoint, grads: tuple[Any, ...]) -> list[Tensor]:
-        recording = _recording()
-        if not recording:
+        watched = recording()
+        if not watched:
             known = _known_call(grads, adjoint.column_map, adjoint.dtype, self.key_dim)
             if known is not None and not (known[1] and torch.is_grad_enabled()):
                 return known[0].program(grads)
         if not _PLAIN_TENSORS.issuperset(map(type, grads)):
             grads = self._filled(grads)
-        if recording:
+        if watched:
             return _by_operator(grads, adjoint.column_map, adjoint.dtype, self.key_dim)
         return _apply_to_derivatives(grads, adjoint.column_map, adjoint.dtype, self.key_dim)
 
     def push_forward(self, tangents: Sequence[Tensor | None]) -> list[Tensor]:
         """Tangents of the outputs."""
         filled = [
-            _zeros(shape, dtype, device) if t is None else t
+            expanded_zeros(shape, dtype, device) if t is None else t
             for t, (shape, dtype, device) in zip(tangents, self.inputs)
         ]
         return _apply_to_derivatives(filled, self.column_map, self.dtype, self.key_dim)
@@ -429,11 +397,11 @@ def _apply_to_derivatives(
 ) -> list[Tensor]:
     """Gradients and tangents can be tensors of the old vmap (``torch.autograd.grad(is_grads_batched=True)``)."""
     if True in map(_is_old_vmap, values):
-        return _composite(values, column_map, dtype, key_dim)
+        return composite(values, column_map, dtype, key_dim)
     return apply_column_map(values, column_map, dtype, key_dim)
 
 
-def _composite(
+def composite(
     values: Tensors, column_map: ColumnMap, dtype: torch.dtype | None, key_dim: int
 ) -> list[Tensor]:
     inputs = [TensorMeta(tuple(v.shape), v.dtype, v.device) for v in values]
@@ -441,7 +409,7 @@ def _composite(
     return compile_map(column_map, inputs, result, key_dim, "composite")(values)
 
 
-def _call_for(
+def call_for(
     values: Sequence[Tensor], column_map: ColumnMap, dtype: torch.dtype | None, key_dim: int
 ) -> _Call:
     described: list[Any] = [key_dim, dtype]
@@ -461,11 +429,11 @@ def _call_for(
     return call
 
 
-def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def expanded_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
-def _gradient_dtype(dtype: torch.dtype, targets: Sequence[torch.dtype]) -> torch.dtype:
+def gradient_dtype(dtype: torch.dtype, targets: Sequence[torch.dtype]) -> torch.dtype:
     """The type in which the transposed map should return gradients of type ``dtype``.
 
     The inputs' own type if they share one, so that a sum is rounded once; else one that holds all.
@@ -479,7 +447,7 @@ def _gradient_dtype(dtype: torch.dtype, targets: Sequence[torch.dtype]) -> torch
     return wide
 
 
-def _as_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
+def as_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
     if grad.dtype == dtype:
         return grad
     if grad.is_complex() and not dtype.is_complex:
@@ -540,327 +508,3 @@ def batch_in_front(size: int, dims: Sequence[int | None], values: Sequence[Tenso
     return [
         v.unsqueeze(0).expand(size, *v.shape) if d is None else v.movedim(d, 0) for d, v in zip(dims, values)
     ]
-
-
-# --- the registered operator ----------------------------------------------------------------------
-
-LIBRARY = torch.library.Library("torchrec_kt", "DEF")
-try:
-    for _name in ("regroup", "regroup_transposed"):
-        LIBRARY.define(
-            f"{_name}(Tensor[] values, Tensor moves, SymInt[] out_widths, int key_dim=1, ScalarType? dtype=None) -> Tensor[]"
-        )
-except RuntimeError as error:
-    if "multiple times" not in str(error):
-        raise
-    raise ImportError(
-        "the operators of torchrec_kt are defined in this process already, by its library for processes without "
-        "Python (libtorchrec_kt_serving). Import torchrec_kt before that library is loaded, or do not load it"
-    ) from error
-
-_MOVE_FIELDS = 5
-FBGEMM_FIELDS = 6
-_maps: dict[tuple[Any, ...], ColumnMap] = {}
-_contents: dict[tuple[Any, ...], tuple[int | None, bytes, Tensor | None]] = {}
-# Fields of a row of moves that a ColumnMap takes, and those with inputs and outputs in each other's place.
-_IN_ORDER = [0, 1, 2, 3, 4]
-_SWAPPED = [1, 0, 3, 2, 4]
-
-
-def moves_beside(values: Sequence[Tensor], column_map: ColumnMap) -> Tensor:
-    """The map's moves as the operator takes them: int32, ``[moves, 5]``.
-
-    For a graph they lie on the device of the values, so that the graph holds no constant of another
-    device and copies nothing between devices; where nothing is recorded, on the CPU.
-    """
-    if not _recording():
-        return graph_moves(column_map, _CPU)
-    device = device_of(values, column_map.used_inputs)
-    if torch.compiler.is_dynamo_compiling():
-        # A map built inside of the graph is known to the compiler alone.
-        return _new_moves(column_map, device) if column_map.in_graph else graph_moves(column_map, device)
-    mode = detect_fake_mode(values)
-    if mode is None:
-        return graph_moves(column_map, device)
-    try:
-        moves = graph_moves(column_map, device)
-    except (AssertionError, RuntimeError):
-        # A device that this machine lacks: as fake as the values are.
-        with _disable_current_modes(), mode:
-            return torch.empty((len(column_map.moves), _MOVE_FIELDS), dtype=torch.int32, device=device)
-    return moves if mode.allow_non_fake_inputs else torch.ops.aten.lift_fresh(moves)
-
-
-@torch.compiler.assume_constant_result
-def graph_moves(column_map: ColumnMap, device: torch.device) -> Tensor:
-    """The map's moves on a device, kept with the map.
-
-    A compiler calls this while it compiles and makes the result a buffer of its graph, instead of
-    following how the tensor comes about.
-    """
-    found = column_map.recipes.get(("moves", device))
-    if found is None:
-        # Nothing that records or wraps tensors here may get hold of one that is kept.
-        no_functions, no_transforms = torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch()
-        with _disable_current_modes(), no_functions, no_transforms, torch.inference_mode(False):
-            state = _tracing_state()
-            if state is not None:
-                _set_tracing_state(None)
-            try:
-                found = column_map.recipes["moves", device] = _new_moves(column_map, device)
-            finally:
-                if state is not None:
-                    _set_tracing_state(state)
-    return found
-
-
-def _new_moves(column_map: ColumnMap, device: torch.device) -> Tensor:
-    # No view: autograd saves those as a new tensor in every step, and a plan should be one tensor always.
-    if not column_map.moves:
-        return torch.empty((0, _MOVE_FIELDS), dtype=torch.int32, device=device)
-    return torch.tensor(column_map.moves, dtype=torch.int32, device=device)
-
-
-def device_of(values: Sequence[Tensor], used: Sequence[int]) -> torch.device:
-    """Where moves for these values belong; moves without data would be of no use."""
-    device = values[used[0] if used else 0].device if values else _CPU
-    return _CPU if device.type == "meta" else device
-
-
-def column_map_from_moves(
-    moves: Tensor, in_widths: Sequence[int], out_widths: Sequence[int], transposed: bool = False
-) -> ColumnMap:
-    """The map that a tensor of moves describes, found by content or built and checked."""
-    if not isinstance(moves, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  the dispatcher lets None in
-        raise TypeError(f"the plan tensor is {moves!r}; expected an int32 tensor")
-    if moves.is_meta:
-        raise ValueError(
-            "the plan tensor is on the meta device and holds no data; move it to the values' device"
-        )
-    if moves.dtype != torch.int32 or moves.dim() != 2 or moves.shape[1] not in (_MOVE_FIELDS, FBGEMM_FIELDS):
-        raise ValueError(
-            f"the plan tensor is {moves.dtype} of shape {tuple(moves.shape)}; expected int32 of shape "
-            f"[moves, {_MOVE_FIELDS}] or [moves, {FBGEMM_FIELDS}]"
-        )
-    content, fields = _content(moves), moves.shape[1]
-    key = (content, fields, tuple(in_widths), tuple(out_widths), transposed)
-    found = _maps.get(key)
-    if found is None:
-        # From the bytes at hand: moves on a device are not copied to the host again.
-        numbers = memoryview(content).cast("i").tolist()
-        order = _SWAPPED if transposed else _IN_ORDER
-        rows = ([numbers[start + field] for field in order] for start in range(0, len(numbers), fields))
-        found = ColumnMap(rows, in_widths, out_widths)
-        if len(_maps) >= _MAX_MAPS:
-            _maps.clear()
-        _maps[key] = found
-    return found
-
-
-def _content(moves: Tensor) -> bytes:
-    """The bytes of a tensor of moves. By content, since a tensor can be changed in place."""
-    # A change of an inference tensor leaves no trace.
-    return _bytes(moves) if moves.device.type == "cpu" or moves.is_inference() else _bytes_once(moves)
-
-
-def _bytes_once(moves: Tensor) -> bytes:
-    """The bytes of a tensor on a device, copied to the host once: a copy has to wait for the device."""
-    key = (moves.device, moves.data_ptr(), moves.shape, moves.stride())
-    version, content, _ = _contents.get(key, (None, b"", None))
-    if version != moves._version:
-        content = _bytes(moves)
-        if len(_contents) >= _MAX_MAPS:
-            _contents.clear()
-        # The tensor is kept, so its address means nothing else as long as the entry is here.
-        _contents[key] = moves._version, content, moves.detach()
-    return content
-
-
-def _bytes(moves: Tensor) -> bytes:
-    rows = moves.detach().cpu().contiguous()
-    return ctypes.string_at(rows.data_ptr(), rows.numel() * 4) if rows.numel() else b""
-
-
-def _widths(shapes: Sequence[Sequence[int]], key_dim: int) -> list[int]:
-    # An input without that dimension can only be one that no move names.
-    return [shape[key_dim] if -len(shape) <= key_dim < len(shape) else 0 for shape in shapes]
-
-
-def _common_dtype(values: Sequence[Tensor]) -> torch.dtype | None:
-    """The operator's default type: that of all inputs, since it must not depend on the plan's data."""
-    return promoted_dtype(values, range(len(values))) if values else None
-
-
-def _check_out_widths(out_widths: Sequence[int]) -> None:
-    for t, width in enumerate(out_widths):
-        if width < 0:
-            raise ValueError(f"the width of output {t} is {width}; expected 0 or more")
-
-
-def _map_for(
-    transposed: bool, values: Sequence[Tensor], moves: Tensor, out_widths: Sequence[int], key_dim: int
-) -> ColumnMap:
-    return column_map_from_moves(moves, _widths([v.shape for v in values], key_dim), out_widths, transposed)
-
-
-def _regroup_fake(
-    values: Sequence[Tensor],
-    moves: Tensor,
-    out_widths: Sequence[int],
-    key_dim: int = 1,
-    dtype: torch.dtype | None = None,
-) -> list[Tensor]:
-    if moves.is_meta and not all(v.is_meta for v in values):
-        raise ValueError("the plan tensor is on the meta device and the values are not; move it to theirs")
-    # The moves cannot be read here, so every input counts as used, and how wide they are meant is unknown.
-    every = range(len(values))
-    dim = check_values(values, [0] * len(values), every, key_dim)
-    _check_out_widths(out_widths)
-    result = promoted_dtype(values, every) if dtype is None else dtype
-    shape = values[0].shape
-    return [
-        values[0].new_empty((*shape[:dim], width, *shape[dim + 1 :]), dtype=result) for width in out_widths
-    ]
-
-
-@contextmanager
-def _recording_again() -> Iterator[None]:
-    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-        yield
-
-
-class _OperatorApply(torch.autograd.Function):
-    """Autograd of the registered operators, each of which is the other's gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        transposed: bool,
-        moves: Tensor,
-        out_widths: Sequence[int],
-        key_dim: int,
-        dtype: Any,
-        *values: Tensor,
-    ) -> tuple[Tensor, ...]:
-        # Autograd is off in here, but outer torch.func levels still have to record the call.
-        outer_levels = _recording_again() if _transforms_active() else nullcontext()
-        with outer_levels, torch._C._AutoDispatchBelowAutograd():
-            outs = _operator(transposed)(values, moves, out_widths, key_dim, dtype)
-        ctx.save_for_backward(moves)  # so that a change of it in between is noticed
-        ctx.arguments = transposed, moves, out_widths, key_dim
-        ctx.inputs = [TensorMeta(v.shape, v.dtype, v.device) for v in values]
-        ctx.out_metas = [TensorMeta(o.shape, o.dtype, o.device) for o in outs]
-        ctx.set_materialize_grads(False)
-        return tuple(outs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        (moves,), (transposed, _, _, key_dim) = ctx.saved_tensors, ctx.arguments
-        filled = [_zeros(*meta) if g is None else g for g, meta in zip(grads, ctx.out_metas)]
-        needs = ctx.needs_input_grad[5:]
-        dtypes = [meta.dtype for meta, need in zip(ctx.inputs, needs) if need]
-        parts = _operator(not transposed)(
-            filled,
-            moves,
-            _widths([meta.shape for meta in ctx.inputs], key_dim),
-            key_dim,
-            _gradient_dtype(ctx.out_metas[0].dtype, dtypes),
-        )
-        return (None,) * 5 + tuple(
-            (
-                _as_gradient(part, meta.dtype)
-                if part.shape == meta.shape
-                else torch.zeros(
-                    meta.shape, dtype=meta.dtype, device=meta.device
-                )  # an unused input of another shape
-            )
-            if need
-            else None
-            for part, meta, need in zip(parts, ctx.inputs, needs)
-        )
-
-    @staticmethod
-    def jvp(ctx: Any, *arguments: Any) -> Any:
-        transposed, moves, out_widths, key_dim = ctx.arguments
-        tangents = [_zeros(*m) if t is None else t for t, m in zip(arguments[5:], ctx.inputs)]
-        dtype = ctx.out_metas[0].dtype if ctx.out_metas else None
-        return tuple(_operator(transposed)(tangents, moves, out_widths, key_dim, dtype))
-
-
-def _operator(transposed: bool) -> Any:
-    ops = torch.ops.torchrec_kt
-    return ops.regroup_transposed if transposed else ops.regroup
-
-
-# Single-level, as generated autograd kernels are: a kernel runs beneath the torch.func machinery,
-# which autograd.Function.apply would enter a second time.
-_operator_apply = super(torch.autograd.Function, _OperatorApply).apply  # pyright: ignore
-
-
-def _register(transposed: bool) -> None:
-    """Register one of the two operators."""
-    name = "regroup_transposed" if transposed else "regroup"
-
-    def kernel(
-        values: list[Tensor],
-        moves: Tensor,
-        out_widths: Sequence[int],
-        key_dim: int = 1,
-        dtype: torch.dtype | None = None,
-    ) -> list[Tensor]:
-        _check_out_widths(out_widths)
-        column_map = _map_for(transposed, values, moves, out_widths, key_dim)
-        return _call_for(values, column_map, dtype or _common_dtype(values), key_dim).program(values)
-
-    def old_vmap(
-        values: list[Tensor],
-        moves: Tensor,
-        out_widths: Sequence[int],
-        key_dim: int = 1,
-        dtype: torch.dtype | None = None,
-    ) -> list[Tensor]:
-        column_map = _map_for(transposed, values, moves, out_widths, key_dim)
-        dim = check_values(values, column_map.in_widths, column_map.used_inputs, key_dim)
-        return _composite(values, column_map, dtype or _common_dtype(values), dim)
-
-    def autograd(
-        values: Sequence[Tensor],
-        moves: Tensor,
-        out_widths: Sequence[int],
-        key_dim: int = 1,
-        dtype: torch.dtype | None = None,
-    ) -> list[Tensor]:
-        if _wants_autograd(values):
-            # torch.func lets single-level functions run only when asked to.
-            with enable_single_level_autograd_function() if _transforms_active() else nullcontext():
-                return list(_operator_apply(transposed, moves, out_widths, key_dim, dtype, *values))
-        with torch._C._AutoDispatchBelowAutograd():
-            return _operator(transposed)(values, moves, out_widths, key_dim, dtype)
-
-    def vmap(
-        info: Any,
-        in_dims: Sequence[Any],
-        values: Sequence[Tensor],
-        moves: Tensor,
-        out_widths: Sequence[int],
-        key_dim: int = 1,
-        dtype: torch.dtype | None = None,
-    ) -> Any:
-        if in_dims[1] is not None:
-            raise ValueError(
-                "the plan tensor is batched by vmap; one plan serves the whole batch, close over it"
-            )
-        batched = batch_in_front(info.batch_size, in_dims[0], values)
-        front = key_dim if key_dim < 0 else key_dim + 1
-        outs = _operator(transposed)(batched, moves, out_widths, front, dtype)
-        return outs, [0] * len(outs)
-
-    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-    LIBRARY.impl(name, autograd, "Autograd")
-    LIBRARY.impl(name, old_vmap, "Batched")
-    torch.library.register_fake(f"torchrec_kt::{name}", _regroup_fake, lib=LIBRARY)
-    torch.library.register_vmap(f"torchrec_kt::{name}", vmap, lib=LIBRARY)
-
-
-_register(transposed=False)
-_register(transposed=True)
