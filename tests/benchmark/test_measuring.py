@@ -7,14 +7,14 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from torchrec_kt.benchmark import measuring
-from torchrec_kt.benchmark.candidates import ALIKE, FUNCTION, MODULE, OPERATOR
+from torchrec_kt.benchmark import candidates, measuring
+from torchrec_kt.benchmark.candidates import ALIKE, BARE, FUNCTION, MODULE, OPERATOR
 from torchrec_kt.benchmark.measuring import (
     Budget,
     CannotRun,
@@ -28,6 +28,8 @@ from torchrec_kt.benchmark.results import COPY, OURS, Figure, NotRun
 from torchrec_kt.benchmark.suites import SUITE_ORDER, Settings, cases, host, plan
 from torchrec_kt.benchmark.suites.copying import BOTH, CLONE, FORWARD, copying_case
 from torchrec_kt.benchmark.workloads import Workload, function_workloads, operator_workloads
+from torchrec_kt.ops import torch_impl
+from torchrec_kt.ops.torch_impl import Strategy
 
 CPU = torch.device("cpu")
 QUICKLY = Settings(CPU, quick=True, rounds=1)
@@ -79,10 +81,58 @@ def test_a_generous_budget_gives_all_rounds() -> None:
 @pytest.mark.parametrize("name", list(function_workloads()))
 def test_ours_matches_on_every_workload(name: str) -> None:
     problem = Problem(tiny(name), CPU, keyed=True)
-    candidate = FUNCTION[OURS](problem.workload, CPU)
-    assert problem.mismatch(candidate, gradients=True) is None
+    for label in (OURS, f"{OURS}, function", BARE):
+        if label == f"{OURS}, function" and problem.workload.cast is not None:
+            continue  # takes no target type
+        candidate = FUNCTION[label](problem.workload, CPU)
+        assert problem.mismatch(candidate, gradients=True) is None, label
+        with torch.no_grad():
+            assert problem.mismatch(candidate, gradients=False) is None, label
+
+
+@pytest.mark.parametrize("name", ["host", "odd widths", "skip half", "64 repeats", "cast to bf16"])
+@pytest.mark.parametrize("way", get_args(Strategy))
+def test_bare_calls_match_in_every_way(name: str, way: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_way(calls: dict[str, Any], *_: Any) -> dict[str, Figure]:
+        seconds = {other: 1.0 + (other != way) for other in calls}
+        return {other: Figure(s, s, s, s, 1) for other, s in seconds.items()}
+
+    monkeypatch.setattr(candidates, "interleaved", one_way)
+    problem = Problem(tiny(name), CPU, keyed=True)
+    bare = FUNCTION[BARE](problem.workload, CPU)
+    assert problem.mismatch(bare, gradients=True) is None
     with torch.no_grad():
-        assert problem.mismatch(candidate, gradients=False) is None
+        assert problem.mismatch(bare, gradients=False) is None
+    other_batch = Problem(problem.workload, CPU, keyed=True, batch=3)
+    assert other_batch.mismatch(bare, gradients=True) is None
+
+
+def test_bare_calls_go_the_fastest_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+
+    def watched(*arguments: Any) -> Any:
+        compiled.append(arguments[-1])
+        return torch_impl.compile_map(*arguments)
+
+    def timed(calls: dict[str, Any], *_: Any) -> dict[str, Figure]:
+        assert set(calls) == set(get_args(Strategy))
+        seconds = {"slices": 2.0, "columns": 3.0, "rows": 1.0}
+        return {way: Figure(s, s, s, s, 1) for way, s in seconds.items()}
+
+    monkeypatch.setattr(candidates, "compile_map", watched)
+    monkeypatch.setattr(candidates, "interleaved", timed)
+    bare = FUNCTION[BARE](tiny("odd widths"), CPU)
+    compiled.clear()
+    with torch.no_grad():
+        bare(Problem(tiny("odd widths"), CPU, keyed=True).inputs(False))
+        assert compiled == []  # the workload's own batch is ready
+        bare(Problem(tiny("odd widths", batch=2), CPU, keyed=True).inputs(False))
+    assert compiled == ["rows"]
+
+
+def test_bare_calls_are_for_a_cpu() -> None:
+    with pytest.raises(CannotRun, match="on a CPU"):
+        FUNCTION[BARE](tiny("host"), torch.device("cuda"))
 
 
 @pytest.mark.parametrize("name", list(operator_workloads()))
@@ -291,6 +341,8 @@ def test_host_cost_in_every_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row.mode for row in rows] == list(host.MODES)
     for row in rows:
         assert {OURS, MODULE} <= row.figures.keys()
+        # What there is to a call beside the torch calls shows where Python makes them.
+        assert (BARE in row.figures) == (row.mode in ("no_grad", "grad", "forward + backward"))
         for name, found in row.figures.items():
             assert isinstance(found, Figure), (row.mode, name, found)
             assert found.match is True, (row.mode, name)

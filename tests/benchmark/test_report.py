@@ -10,11 +10,12 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from torchrec_kt.benchmark.candidates import ALIKE
+from torchrec_kt.benchmark.candidates import ALIKE, BARE, MODULE, REGROUP
 from torchrec_kt.benchmark.charts import BAR_CASES, bar_chart, line_chart, write_charts
 from torchrec_kt.benchmark.reporting import (
     BEGIN,
     END,
+    README_PEERS,
     chart_paths,
     readme_section,
     report,
@@ -49,25 +50,28 @@ def test_details_of_a_row() -> None:
 def test_summary_has_a_line_per_case() -> None:
     results = sample.sample()
     results.rows[1].figures["cat/split"] = sample.figure(10, match=False)
-    table = summary_of("x", results.of_suite("function"), without=["ours, function"])
+    table = summary_of("x", results.of_suite("function"))
     assert table.headings == [
-        *(
-            "case",
-            "MB",
-            "ours, ms",
-            "of copy",
-            "TorchRec module",
-            "KeyedTensor.regroup",
-            "cat/split",
-            "clone",
-        ),
-        "match",
+        *("case", "MB", "ours, ms", "of copy", "ours, function", "TorchRec module", "KeyedTensor.regroup"),
+        *("cat/split", "clone", "match"),
     ]
     assert table.rows[0] == [
-        *("published", "64.0", "20.0 / 20.0", "50% / 50%", "20 / 20", "- / -", "2.50 / 0.50", "1.50"),
-        "NO: cat/split, gradient",
+        *("published", "64.0", "20.0 / 20.0", "50% / 50%", "1.05 / 1.05", "20 / 20", "- / -"),
+        *("2.50 / 0.50", "1.50", "NO: cat/split, gradient"),
     ]
     assert table.rows[1][-1] == "yes"
+
+
+def test_summary_of_chosen_peers() -> None:
+    """Rows that lack one show that; yardsticks are last where none are chosen."""
+    results = sample.sample()
+    rows = results.of_suite("function")
+    table = summary_of("x", rows, [MODULE, BARE, REGROUP])
+    assert table.headings[4:] == ["TorchRec module", "bare calls", "KeyedTensor.regroup", "match"]
+    assert table.rows[0][4:] == ["20 / 20", "- / -", "- / -", "yes"]
+    rows[0].figures = {BARE: sample.figure(15)} | rows[0].figures
+    assert summary_of("x", rows, [BARE]).rows[0][4:] == ["0.75 / -", "yes"]
+    assert list(summary_of("x", rows).headings[4:])[-3:] == ["bare calls", "clone", "match"]
 
 
 def test_times_per_call_and_per_plan() -> None:
@@ -131,6 +135,20 @@ def test_legend_explains_what_is_there() -> None:
     assert "one operator" not in legend(results.rows)
     results.rows[0].figures[ALIKE[0]] = sample.figure(1)
     assert "one operator" in legend(results.rows)
+    assert "bare calls" not in legend(results.rows)
+    results.rows[0].figures[BARE] = sample.figure(1)
+    assert "bare calls" in legend(results.rows)
+
+
+def test_legend_of_one_summary_is_of_its_columns() -> None:
+    results = sample.sample()
+    results.rows[0].figures[ALIKE[0]] = sample.figure(1)
+    text = legend(results.of_suite("function"), README_PEERS)
+    assert "bare calls" in text
+    assert "Column of a peer: time of the peer over ours" in text
+    for absent in ("one operator", "operator level", "speed-up of ours", "GB/s", "peak MiB", "host ms"):
+        assert absent not in text
+        assert absent in legend(results.rows)
 
 
 def test_charts_are_written_in_a_readable_size(tmp_path: Path) -> None:
@@ -199,6 +217,11 @@ def test_readme_section(tmp_path: Path) -> None:
     assert "[cpu.md](docs/cpu.md)" in section
     assert "Some CPU" in section
     assert "| narrow | 64.0 | 20.0 / 20.0 |" in section
+    (headings,) = [line for line in section.splitlines() if line.startswith("| case |")]
+    assert headings.endswith(
+        "| TorchRec module | KeyedTensor.regroup | cat/split | bare calls | clone | match |"
+    )
+    assert "| candidate |" not in section  # one table: the others are on the page
     assert "batch 64" not in section  # the sweeps are in the charts
     write_into_readme(readme, section)
     assert readme.read_text() == text

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchrec_kt.benchmark.candidates import CAT_SPLIT, MODULE, REGROUP
+from torchrec_kt.benchmark.candidates import BARE, CAT_SPLIT, MODULE, REGROUP
 from torchrec_kt.benchmark.comparing import NOISE, changes, comparison, differences, regressions
 from torchrec_kt.benchmark.results import COPY, OURS, NotRun, Results, ResultsError, provenance
 from torchrec_kt.benchmark.suites.copying import BOTH, FORWARD
@@ -209,6 +209,15 @@ def test_one_peer_that_got_slower_hides_nothing(tmp_path: Path) -> None:
     old = sample.sample()
     slower = sample.edited(old, sample.slower([MODULE], 10), tmp_path)
     assert regressions(old, sample.edited(slower, sample.slower([OURS], 2), tmp_path))
+
+
+def test_bare_calls_that_got_slower_with_ours_hide_nothing(tmp_path: Path) -> None:
+    old = sample.sample()
+    for row in old.rows:
+        row.figures[BARE] = sample.figure(15)
+    change = changes(old, sample.edited(old, sample.slower([OURS, BARE], 2), tmp_path))[0]
+    assert change.relative == pytest.approx(2)
+    assert change.references == 4
 
 
 def test_noise_can_be_chosen(tmp_path: Path) -> None:

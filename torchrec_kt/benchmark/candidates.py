@@ -7,17 +7,20 @@ table shows the reason. TorchRec and FBGEMM are imported when a factory of their
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from ..ops import regroup_values
-from .measuring import CannotRun
+from ..ops.plan import ColumnMap
+from ..ops.torch_impl import Program, Strategy, TensorMeta, compile_map, strategy_counts
+from .measuring import Budget, CannotRun, Clock, interleaved
 from .results import OURS
 from .workloads import Workload
 
-__all__ = ["ALIKE", "CAT_SPLIT", "FUNCTION", "MODULE", "OPERATOR", "REGROUP", "Candidate", "Factory"]
+__all__ = ["ALIKE", "BARE", "CAT_SPLIT", "FUNCTION", "MODULE", "OPERATOR", "REGROUP", "Candidate", "Factory"]
 
 Candidate = Callable[[list[Any]], Sequence[Tensor]]
 Factory = Callable[[Workload, torch.device], Candidate]
@@ -25,6 +28,8 @@ Factory = Callable[[Workload, torch.device], Candidate]
 MODULE = "TorchRec module"
 REGROUP = "KeyedTensor.regroup"
 CAT_SPLIT = "cat/split"
+# The floor of ours on a CPU, made of its own parts: a yardstick, not a peer.
+BARE = "bare calls"
 
 
 def our_module(workload: Workload, device: torch.device) -> Candidate:
@@ -80,6 +85,63 @@ def one_operator(workload: Workload, device: torch.device) -> Candidate:
     return _cast_after(workload, lambda kts: regroup_kts(kts, workload.groups))
 
 
+def bare_calls(workload: Workload, device: torch.device) -> Candidate:
+    """The torch calls that move the columns in the fastest way, indices at hand, nothing around them.
+
+    With gradients they run inside an autograd function that does nothing else.
+    """
+    if device.type != "cpu":
+        raise CannotRun("are how columns are moved on a CPU")
+    column_map = workload.plan.column_map
+    into, out = workload.dtype, workload.cast or workload.dtype
+    forwards = _Programs(column_map, into, out, workload.batch)
+    backwards = _Programs(column_map.transpose(), out, into, workload.batch)
+
+    class Bare(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *values: Tensor) -> tuple[Tensor, ...]:
+            return tuple(forwards[values[0].size(0)](values))
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            return tuple(backwards[grads[0].size(0)](grads))
+
+    def call(kts: list[Any]) -> Sequence[Tensor]:
+        values = [kt.values() for kt in kts]
+        if torch.is_grad_enabled():
+            return Bare.apply(*values)  # pyright: ignore[reportReturnType]
+        return forwards[values[0].size(0)](values)
+
+    return call
+
+
+class _Programs(dict[int, Program]):
+    """One map for each number of rows, moved in the way that is fastest for ``rows``."""
+
+    def __init__(self, column_map: ColumnMap, into: torch.dtype, out: torch.dtype, rows: int) -> None:
+        super().__init__()
+        self._map, self._into, self._out = column_map, into, out
+        ways = {way: self.compiled(rows, way) for way in get_args(Strategy) if self.serves(rows, way)}
+        values = [torch.ones(rows, width, dtype=into) for width in column_map.in_widths]
+        moved = 2 * sum(value.nbytes for value in values)
+        calls = {way: partial(program, values) for way, program in ways.items()}
+        timed = interleaved(calls, Clock(torch.device("cpu")), Budget(rounds=5, seconds=1), moved)
+        self._way: Strategy = min(ways, key=lambda way: timed[way].p50)
+        self[rows] = ways[self._way]
+
+    def __missing__(self, rows: int) -> Program:
+        return self.setdefault(rows, self.compiled(rows, self._way))
+
+    def serves(self, rows: int, way: Strategy) -> bool:
+        return strategy_counts(self._map, self._inputs(rows), self._out, 1, way) is not None
+
+    def compiled(self, rows: int, way: Strategy) -> Program:
+        return compile_map(self._map, self._inputs(rows), self._out, 1, way)
+
+    def _inputs(self, rows: int) -> list[TensorMeta]:
+        return [TensorMeta((rows, width), self._into, torch.device("cpu")) for width in self._map.in_widths]
+
+
 # These run the same kernel as TorchRec's module and plan anew in each call.
 ALIKE = ("FBGEMM, two operators", "FBGEMM, one operator")
 
@@ -92,6 +154,7 @@ FUNCTION: Mapping[str, Factory] = {
     CAT_SPLIT: cat_split,
     ALIKE[0]: two_operators,
     ALIKE[1]: one_operator,
+    BARE: bare_calls,
 }
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from .candidates import ALIKE
+from .candidates import BARE, CAT_SPLIT, MODULE, REGROUP
 from .charts import write_charts
-from .results import Results, ResultsError, Row
-from .suites.copying import BOTH, FORWARD
+from .results import Results, ResultsError
+from .suites.copying import BOTH, CLONE, FORWARD
 from .tables import conditions, legend, summary_of, tables_of
 
 __all__ = ["BEGIN", "END", "chart_paths", "readme_section", "report", "write_into_readme", "write_report"]
 
 BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
+# A README is read on narrow screens; the tables of the report have every candidate.
+README_PEERS = (MODULE, REGROUP, CAT_SPLIT, BARE, CLONE)
 
 
 def chart_paths(folder: Path, device: str) -> tuple[Path, Path]:
@@ -44,33 +46,27 @@ def report(results: Results, charts: list[Path]) -> str:
 
 
 def readme_section(results: Results, charts: list[Path], page: Path, readme: Path) -> str:
-    """The published case in full, a line for each of the other cases, the charts, and the conditions."""
+    """A line for each case, the conditions, the charts, and where the rest is."""
     base = readme.parent.resolve()
 
     def link(path: Path) -> str:
         return Path(os.path.relpath(path.resolve(), base)).as_posix()
 
-    parts: list[str] = []
-    shown: list[Row] = []
-    for table, row in zip(tables_of(results, "function"), results.of_suite("function")):
-        if row.case in ("published", "published B=64"):
-            parts.append(table.markdown(level=3))
-            shown.append(row)
-    copying = [
+    shown = [
         row
         for suite in ("function", "shapes")
         for row in results.of_suite(suite)
         if row.sweep is None and row.mode in (FORWARD, BOTH)
     ]
-    if copying:
-        # FBGEMM's own forms are in the tables of the report: a README is read on narrow screens.
-        parts.append(summary_of("Case by case", copying, without=ALIKE).markdown(level=3))
-        shown += copying
     if not shown:
         raise ResultsError("there are no rows of the suites function and shapes, which the README shows")
-    parts += [f"![{_alt(path)}]({link(path)})" for path in charts]
-    parts.append(f"{legend(shown)} {conditions(results, shown)}")
-    parts.append(f"Operator level, host cost, plan cost and the sweeps are in [{page.name}]({link(page)}).")
+    parts = [
+        summary_of("", shown, README_PEERS).markdown(),
+        f"{legend(shown, README_PEERS)} {conditions(results, shown)}",
+        *(f"![{_alt(path)}]({link(path)})" for path in charts),
+        "Every candidate with its P50, P90 and peak memory, operator level, host cost, plan cost and the sweeps are "
+        f"in [{page.name}]({link(page)}).",
+    ]
     return "\n\n".join(parts)
 
 

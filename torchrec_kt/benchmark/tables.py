@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from .candidates import ALIKE, CAT_SPLIT, MODULE
+from .candidates import ALIKE, BARE, CAT_SPLIT, MODULE
 from .results import COPY, OURS, Figure, NotRun, Results, Row
 from .suites.copying import BOTH, CLONE, FORWARD
 
 __all__ = ["Table", "conditions", "legend", "show", "summary_of", "tables_of"]
 
 _NONE = "-"
-_YARDSTICKS = (COPY, CLONE)
+_YARDSTICKS = (BARE, COPY, CLONE)
 _TITLES = {
     "function": "Function level",
     "operator": "Operator level",
@@ -122,17 +122,19 @@ def _match(found: Figure) -> str:
     return "yes" if found.match else f"NO: {found.mismatch}"
 
 
-def summary_of(title: str, rows: Iterable[Row], without: Sequence[str] = ()) -> Table:
-    """A line per case: how many times as fast ours is, forward / forward + backward."""
+def summary_of(title: str, rows: Iterable[Row], peers: Sequence[str] | None = None) -> Table:
+    """A line per case: how many times as fast ours is, forward / forward + backward.
+
+    Args:
+        peers: the candidates that have a column; all that the rows hold by default, yardsticks last.
+    """
     cases: dict[str, dict[str, Row]] = {}
     for row in rows:
         cases.setdefault(row.case, {})[row.mode] = row
     every = [row for modes in cases.values() for row in modes.values()]
-    peers = list(
-        dict.fromkeys(name for row in every for name in row.figures if name not in (OURS, COPY, *without))
-    )
-    # Yardsticks last.
-    peers.sort(key=lambda name: name in _YARDSTICKS)
+    if peers is None:
+        held = dict.fromkeys(name for row in every for name in row.figures if name not in (OURS, COPY))
+        peers = sorted(held, key=lambda name: name in _YARDSTICKS)
 
     def both(modes: dict[str, Row], cell: Callable[[Row], str]) -> str:
         return " / ".join(cell(modes[mode]) for mode in (FORWARD, BOTH) if mode in modes)
@@ -187,27 +189,41 @@ def _times(title: str, rows: Sequence[Row], scale: float, with_mode: bool) -> Ta
     return Table(title, headings, lines, left=2 if with_mode else 1)
 
 
-def legend(rows: Iterable[Row]) -> str:
-    """What the columns and the candidates are, as far as the rows have them."""
+def legend(rows: Iterable[Row], peers: Sequence[str] | None = None) -> str:
+    """What the columns and the candidates are, as far as the rows have them.
+
+    Args:
+        peers: for one :func:`summary_of` these; for all tables by default.
+    """
     chosen = list(rows)
     suites = {row.suite for row in chosen}
-    names = {name for row in chosen for name in row.figures}
+    names = set(peers or (name for row in chosen for name in row.figures))
     parts: list[str] = []
     if MODULE in names:
         parts.append(
             f"*{MODULE}*: `torchrec.modules.regroup.KTRegroupAsDict`, over FBGEMM's `permute_multi_embedding`; "
-            f"*{CAT_SPLIT}*: TorchRec's `_regroup_keyed_tensors`, at operator level `split` and `torch.cat`."
+            f"*{CAT_SPLIT}*: TorchRec's `_regroup_keyed_tensors`"
+            + (", at operator level `split` and `torch.cat`." if "operator" in suites else ".")
+        )
+    if BARE in names:
+        parts.append(
+            f"*{BARE}*: the torch calls that move the columns alone, in the fastest of the three ways, indices at "
+            "hand; with gradients inside an autograd function that does nothing else."
         )
     if suites & {"function", "operator", "shapes"}:
+        ratios = "*speed-up of ours*, and the column of a peer where there is a line per case"
         parts += [
-            "*speed-up of ours*, and the column of a peer where there is a line per case: time of the peer over "
-            "ours, forward / forward + backward.",
+            f"{'Column of a peer' if peers else ratios}: time of the peer over ours, forward / forward + backward.",
             "*of copy*: speed as a share of that of a plain copy of as many bytes into memory that is there "
             "already (*copy*); *clone* copies the inputs into new memory.",
-            "*GB/s* counts every byte read and written once. *peak MiB*: the inputs and what a call adds to "
-            f"the memory in use at its peak, P90{_memory_of(chosen)}; - where that is too little to be told.",
-            "*host ms*: until the call returned; on a CPU the same as the call's time.",
         ]
+        if not peers:
+            parts += [
+                "*GB/s* counts every byte read and written once. *peak MiB*: the inputs and what a call adds to "
+                "the memory in use at its peak, P90, of the process or as CUDA's caching allocator counts; - where "
+                "that is too little to be told.",
+                "*host ms*: until the call returned; on a CPU the same as the call's time.",
+            ]
     if suites & {"host", "plan"}:
         parts.append("Host and plan cost: P50 (P90).")
     if ALIKE[0] in names:
@@ -225,10 +241,6 @@ def legend(rows: Iterable[Row]) -> str:
         "the same run, with as many rows as measured and with 3, in memory that held NaN."
     )
     return " ".join(parts)
-
-
-def _memory_of(rows: Sequence[Row]) -> str:
-    return ", of the process or as CUDA's caching allocator counts" if rows else ""
 
 
 def conditions(results: Results, rows: Iterable[Row]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..candidates import CAT_SPLIT, FUNCTION, MODULE, REGROUP, Candidate, Factory
+from ..candidates import BARE, CAT_SPLIT, FUNCTION, MODULE, REGROUP, Candidate, Factory
 from ..measuring import Budget, CannotRun, Clock, Problem, interleaved, trace
 from ..results import OURS, NotRun, Row
 from ..workloads import Workload, function_workloads
@@ -82,8 +82,10 @@ def _call(problem: Problem, candidate: Candidate, mode: str) -> Callable[[], Any
 def _factories(mode: str) -> Mapping[str, Factory]:
     if mode == "scripted":
         return {OURS: _scripted_ours, MODULE: _scripted_theirs}
-    named = {name: FUNCTION[name] for name in (OURS, f"{OURS}, function", MODULE, REGROUP, CAT_SPLIT)}
-    return {name: _compiled(factory) for name, factory in named.items()} if mode == "compiled" else named
+    names = (OURS, f"{OURS}, function", MODULE, REGROUP, CAT_SPLIT)
+    if mode == "compiled":
+        return {name: _compiled(FUNCTION[name]) for name in names}
+    return {name: FUNCTION[name] for name in (*names, BARE)}
 
 
 def _compiled(factory: Factory) -> Factory:
