@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from torchrec_kt.benchmark import calibrate
-from torchrec_kt.benchmark.timing import interleaved, medians
 from torchrec_kt.benchmark.workloads import function_workloads
 from torchrec_kt.ops import cost
 
@@ -33,16 +32,6 @@ def test_repeats_and_omissions_are_as_described() -> None:
     assert sum(group.count("f0") for group in heavy.groups) == 1 + 4 * 16
     skipped = function_workloads()["skip half"]
     assert {f"f{n}" for n in range(510)}.isdisjoint(key for group in skipped.groups for key in group)
-
-
-def test_every_candidate_runs_once_per_round() -> None:
-    calls: list[str] = []
-    seconds = interleaved(
-        {name: lambda name=name: calls.append(name) for name in "ab"}, rounds=3, min_seconds=0
-    )
-    assert [len(rounds) for rounds in seconds.values()] == [3, 3]
-    assert calls[-4:] == ["a", "a", "b", "b"]  # untimed, then timed
-    assert medians({"x": [3.0, 1.0, 2.0]}) == {"x": 2.0}
 
 
 def test_fit_recovers_constants() -> None:

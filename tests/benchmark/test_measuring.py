@@ -23,6 +23,7 @@ from torchrec_kt.benchmark.measuring import (
     interleaved,
     peak_growth,
     quantile,
+    rounds_of,
 )
 from torchrec_kt.benchmark.results import COPY, OURS, Figure, NotRun
 from torchrec_kt.benchmark.suites import SUITE_ORDER, Settings, cases, host, plan
@@ -76,6 +77,14 @@ def test_rounds_are_interleaved_and_slow_candidates_sit_out() -> None:
 def test_a_generous_budget_gives_all_rounds() -> None:
     calls = {"x": lambda: ("x", 0.01)}
     assert interleaved(calls, FakeClock(), Budget(rounds=6, seconds=60))["x"].rounds == 6
+
+
+def test_every_round_is_kept() -> None:
+    """Without a limit of the time, slow candidates take part in every round as well."""
+    clock = FakeClock()
+    calls = {name: lambda name=name, s=s: (name, s) for name, s in {"slow": 3.0, "short": 1e-3}.items()}
+    found = rounds_of(calls, clock, Budget(rounds=4))
+    assert found == {"slow": [(3.0, 1.5)] * 4, "short": [(1e-3, 5e-4)] * 4}
 
 
 @pytest.mark.parametrize("name", list(function_workloads()))

@@ -18,7 +18,6 @@ import datetime
 import json
 import math
 import os
-import platform
 import random
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,8 @@ import torch
 from ..ops import cost
 from ..ops.plan import ColumnMap, RegroupPlan
 from ..ops.torch_impl import Strategy, TensorMeta, compile_map, strategy_counts
-from .timing import interleaved
+from .measuring import Budget, Clock, rounds_of
+from .results import cpu_name
 
 STRATEGIES: tuple[Strategy, ...] = ("slices", "columns", "rows")
 CONSTANTS = Path(cost.__file__).with_name("cost.json")
@@ -114,12 +114,13 @@ def measure(samples: int, seed: int, rounds: int) -> list[dict[str, Any]]:
         programs = {
             s: compile_map(column_map, metas, dtype, 1, s) for s in STRATEGIES if counts[s] is not None
         }
-        timed = interleaved({s: partial(p, values) for s, p in programs.items()}, rounds=rounds)
+        calls = {s: partial(p, values) for s, p in programs.items()}
+        timed = rounds_of(calls, Clock(torch.device("cpu")), Budget(rounds))
         records.append(
             {
                 "what": f"batch {batch}, {word}, {str(dtype).removeprefix('torch.')}",
                 # The least of the rounds: other work on the machine only ever adds.
-                "seconds": {s: min(rounds_) for s, rounds_ in timed.items()},
+                "seconds": {s: min(seconds for seconds, _ in found) for s, found in timed.items()},
                 "counts": {s: counts[s] for s in programs},
             }
         )
@@ -230,16 +231,6 @@ def main() -> None:
         "always the same one, median / p90:",
         {s: (v[len(v) // 2], v[len(v) * 9 // 10]) for s, v in always.items()},
     )
-
-
-def cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ ran for seven batch sizes.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
 import statistics
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchrec
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -33,9 +31,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torchrec.modules.regroup import KTRegroupAsDict as TorchRecKTRegroupAsDict
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from .. import __version__
 from ..modules import KTRegroupAsDict
-from .calibrate import cpu_name
+from .results import provenance
 from .workloads import Workload, function_workloads
 
 BATCHES = (7, 3, 11, 1, 0, 64, 7)
@@ -181,13 +178,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the results here")
     args = parser.parse_args(argv)
     workloads = function_workloads()
-    result = {
-        "cpu": cpu_name(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "torchrec": torchrec.__version__,
-        "torchrec_kt": __version__,
-        "date": datetime.date.today().isoformat(),
+    result = provenance(torch.device("cpu")) | {
         "workload": args.workload,
         "rounds": args.rounds,
         "batches": BATCHES,

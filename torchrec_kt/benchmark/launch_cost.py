@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from ..ops import RegroupPlan, _native, kernel, regroup_values
-from .calibrate import cpu_name
-from .timing import interleaved, medians
+from .measuring import Budget, Clock, interleaved
+from .results import cpu_name
 
 _CASES = ((1, 2, 8), (2, 2, 8), (4, 8, 32), (16, 16, 128), (64, 64, 256))  # inputs, outputs, keys
 _WIDTH, _ROWS = 4, 2
@@ -97,8 +97,8 @@ def measure(inputs: int, outputs: int, keys: int, rounds: int) -> Figures:
             raise RuntimeError("FBGEMM's operator gives another result")
     with torch.no_grad():
         counted = {name: allocations(call) for name, call in calls.items() if "backward" not in name}
-    seconds = medians(interleaved(calls, rounds))
-    microseconds = {name: 1e6 * s for name, s in seconds.items()}
+    timed = interleaved(calls, Clock(torch.device("cpu")), Budget(rounds))
+    microseconds = {name: 1e6 * found.p50 for name, found in timed.items()}
     return Figures(inputs, outputs, keys, microseconds, counted, _ROWS * 4 * sum(plan.out_widths))
 
 

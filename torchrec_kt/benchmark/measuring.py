@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import math
 import mmap
@@ -21,10 +22,19 @@ from torch import Tensor
 from ..ops import _memory
 from ..ops.plan import ColumnMap
 from .results import Figure
-from .timing import _settle_allocator
 from .workloads import Workload
 
-__all__ = ["Budget", "CannotRun", "Clock", "Problem", "interleaved", "peak_growth", "quantile", "trace"]
+__all__ = [
+    "Budget",
+    "CannotRun",
+    "Clock",
+    "Problem",
+    "interleaved",
+    "peak_growth",
+    "quantile",
+    "rounds_of",
+    "trace",
+]
 
 Call = Callable[[], Any]
 
@@ -62,7 +72,7 @@ class Budget:
     """
 
     rounds: int
-    seconds: float
+    seconds: float = math.inf
 
 
 class Clock:
@@ -112,7 +122,26 @@ class Clock:
 def interleaved(
     calls: Mapping[str, Call], clock: Clock, budget: Budget, moved: int | None = None
 ) -> dict[str, Figure]:
-    """P50 and P90 over rounds in which every candidate runs in turn, so that noise hits all alike.
+    """P50 and P90 over the rounds of :func:`rounds_of`."""
+    return {
+        name: Figure(
+            p50=quantile(device, 0.5),
+            p90=quantile(device, 0.9),
+            host_p50=quantile(host, 0.5),
+            host_p90=quantile(host, 0.9),
+            rounds=len(device),
+        )
+        for name, found in rounds_of(calls, clock, budget, moved).items()
+        for device, host in [tuple(zip(*found))]
+    }
+
+
+def rounds_of(
+    calls: Mapping[str, Call], clock: Clock, budget: Budget, moved: int | None = None
+) -> dict[str, list[tuple[float, float]]]:
+    """Seconds per call on the device and on the host, one pair for each round that a candidate took part in.
+
+    In a round every candidate runs in turn, so that noise hits all alike.
 
     Args:
         moved: bytes that a call reads and writes, of which its memory is estimated.
@@ -122,22 +151,20 @@ def interleaved(
     repeats: dict[str, int] = {}
     long: dict[str, bool] = {}
     cost: dict[str, float] = {}
-    device: dict[str, list[float]] = {name: [] for name in calls}
-    host: dict[str, list[float]] = {name: [] for name in calls}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for name, call in calls.items():
         clock.back_memory(size)
         first = clock.stretch(call, 1)
         seconds = max(first)
         if seconds > _VERY_LONG_SECONDS:  # too dear to be thrown away
-            device[name].append(first[0])
-            host[name].append(first[1])
+            found[name].append(first)
         if seconds < _LONG_SECONDS:  # the first call may have paid for more than itself
             seconds = max(clock.stretch(call, 1))
         repeats[name] = max(1, round(_MIN_SECONDS / max(1e-9, seconds)))
         long[name] = seconds > _LONG_SECONDS
         cost[name] = seconds * repeats[name] * (1 if long[name] else 2)
     rounds = _rounds(cost, budget)
-    left = {name: rounds[name] - len(device[name]) for name in calls}
+    left = {name: rounds[name] - len(found[name]) for name in calls}
     with _no_collection():
         for turn in range(budget.rounds):
             for name, call in calls.items():
@@ -147,19 +174,18 @@ def interleaved(
                 if not long[name]:
                     # Untimed, so that none pays for what the one before it left: caches, sleeping threads.
                     clock.stretch(call, repeats[name])
-                on_device, on_host = clock.stretch(call, repeats[name])
-                device[name].append(on_device)
-                host[name].append(on_host)
-    return {
-        name: Figure(
-            p50=quantile(device[name], 0.5),
-            p90=quantile(device[name], 0.9),
-            host_p50=quantile(host[name], 0.5),
-            host_p90=quantile(host[name], 0.9),
-            rounds=rounds[name],
-        )
-        for name in calls
-    }
+                found[name].append(clock.stretch(call, repeats[name]))
+    return found
+
+
+@functools.cache
+def _settle_allocator() -> None:
+    """Bring glibc's allocator to where a process that has run for a while has it.
+
+    It returns freed memory to the system from a size on, which grows to 32 MB with the blocks that
+    were freed. Until then, whether a call of a few MB pays for page faults depends on what ran before.
+    """
+    torch.ones(31 << 20, dtype=torch.uint8)
 
 
 def _rounds(cost: Mapping[str, float], budget: Budget) -> dict[str, int]:
@@ -169,7 +195,7 @@ def _rounds(cost: Mapping[str, float], budget: Budget) -> dict[str, int]:
     for place, name in enumerate(sorted(cost, key=lambda n: cost[n])):
         share = left / (len(cost) - place)
         least = 1 if cost[name] > 2 else 2
-        found[name] = min(budget.rounds, max(least, int(share / max(1e-9, cost[name]))))
+        found[name] = int(min(budget.rounds, max(least, share / max(1e-9, cost[name]))))
         left -= found[name] * cost[name]
     return found
 

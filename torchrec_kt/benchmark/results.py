@@ -17,9 +17,19 @@ from typing import Any
 import torch
 
 from .. import __version__
-from .calibrate import cpu_name
 
-__all__ = ["COPY", "FORMAT", "OURS", "Figure", "NotRun", "Results", "ResultsError", "Row", "provenance"]
+__all__ = [
+    "COPY",
+    "FORMAT",
+    "OURS",
+    "Figure",
+    "NotRun",
+    "Results",
+    "ResultsError",
+    "Row",
+    "cpu_name",
+    "provenance",
+]
 
 FORMAT = 1
 OURS = "ours"
@@ -273,6 +283,17 @@ def provenance(device: torch.device, **settings: Any) -> dict[str, Any]:
         found["gpu"] = torch.cuda.get_device_name(device)
         found["cuda"] = torch.version.cuda
     return found | settings
+
+
+def cpu_name() -> str:
+    """The processor's model, as far as the system tells."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
 
 
 def _version(distribution: str) -> str | None:
