@@ -69,6 +69,9 @@ def test_runs_suites_and_merges_them_into_one_file(tmp_path: Path) -> None:
     assert len(again.rows) == len(results.rows)
     changed = {row.case for row in again.rows if again.runs[row.run]["rounds"] is None}
     assert changed == {"published of function", "published dup of function", "odd widths of shapes"}
+    smaller = run("--suite", "shapes", "--max-megabytes", "0.001", "--json", path)
+    assert smaller.exit_code == 0, smaller.output
+    assert len(Results.load(path).rows) == len(results.rows)
 
 
 @pytest.mark.usefixtures("small")

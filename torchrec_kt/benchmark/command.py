@@ -21,7 +21,7 @@ from .tables import show
 __all__ = ["app"]
 
 # Wide enough for the tables where the output is not a terminal, which has a width of its own.
-_WIDTH = 200
+_WIDTH = 240
 
 app = typer.Typer(
     add_completion=False,
@@ -109,14 +109,15 @@ def measure(
         if source is not None:
             results = found = Results.load(source)
         else:
-            chosen = _chosen(suites, quick, only, max_megabytes)
+            every = [case for name in dict.fromkeys(suites) for case in cases(name, quick)]
+            chosen = _chosen(every, only, max_megabytes)
             if resume:
                 known = {(row.suite, row.case) for row in earlier.rows}
                 chosen = [case for case in chosen if (case.suite, case.name) not in known]
             settings = Settings(_device(device), quick, rounds, tuple(without or ()), trace)
             if threads is not None:
                 torch.set_num_threads(threads)
-            results, found = _measure(chosen, settings, earlier, json, whole=not only and not resume)
+            results, found = _measure(chosen, settings, earlier, json, whole=chosen == every)
         show(results if resume else found, console)
         if report_to is not None:
             for path in _write(results, report_to, readme):
@@ -160,8 +161,7 @@ def _device(device: Device) -> torch.device:
     return torch.device(str(device))
 
 
-def _chosen(suites: list[str], quick: bool, only: str, max_megabytes: float) -> list[Case]:
-    every = [case for name in dict.fromkeys(suites) for case in cases(name, quick)]
+def _chosen(every: list[Case], only: str, max_megabytes: float) -> list[Case]:
     found = [case for case in every if only in case.name and case.megabytes <= max_megabytes]
     if not found:
         raise typer.BadParameter(
