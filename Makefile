@@ -24,7 +24,7 @@ check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
-# Measures this machine and writes the report that the README shows: about 15 minutes, nothing else running.
+# Measures this machine and writes the report that the README shows: 15 to 20 minutes, nothing else running.
 benchmark: $(VENV)/.ready
 	$(BIN)/python -m torchrec_kt.benchmark --json docs/benchmark/cpu.json --report docs/benchmark --readme README.md
 

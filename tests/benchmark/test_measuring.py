@@ -102,11 +102,10 @@ def test_ours_matches_on_every_workload(name: str) -> None:
 @pytest.mark.parametrize("name", ["host", "odd widths", "skip half", "64 repeats", "cast to bf16"])
 @pytest.mark.parametrize("way", get_args(Strategy))
 def test_bare_calls_match_in_every_way(name: str, way: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    def one_way(calls: dict[str, Any], *_: Any) -> dict[str, Figure]:
-        seconds = {other: 1.0 + (other != way) for other in calls}
-        return {other: Figure(s, s, s, s, 1) for other, s in seconds.items()}
+    def one_way(calls: dict[str, Any], *_: Any) -> dict[str, list[tuple[float, float]]]:
+        return {other: [(1.0, 1.0) if other == way else (2.0, 2.0)] for other in calls}
 
-    monkeypatch.setattr(candidates, "interleaved", one_way)
+    monkeypatch.setattr(candidates, "rounds_of", one_way)
     problem = Problem(tiny(name), CPU, keyed=True)
     bare = FUNCTION[BARE](problem.workload, CPU)
     assert problem.mismatch(bare, gradients=True) is None
@@ -123,13 +122,13 @@ def test_bare_calls_go_the_fastest_way(monkeypatch: pytest.MonkeyPatch) -> None:
         compiled.append(arguments[-1])
         return torch_impl.compile_map(*arguments)
 
-    def timed(calls: dict[str, Any], *_: Any) -> dict[str, Figure]:
+    def timed(calls: dict[str, Any], *_: Any) -> dict[str, list[tuple[float, float]]]:
         assert set(calls) == set(get_args(Strategy))
-        seconds = {"slices": 2.0, "columns": 3.0, "rows": 1.0}
-        return {way: Figure(s, s, s, s, 1) for way, s in seconds.items()}
+        seconds = {"slices": [2.0, 2.0, 2.0], "columns": [3.0, 3.0, 3.0], "rows": [9.0, 1.0, 9.0]}
+        return {way: [(s, s) for s in rounds] for way, rounds in seconds.items()}
 
     monkeypatch.setattr(candidates, "compile_map", watched)
-    monkeypatch.setattr(candidates, "interleaved", timed)
+    monkeypatch.setattr(candidates, "rounds_of", timed)
     bare = FUNCTION[BARE](tiny("odd widths"), CPU)
     compiled.clear()
     with torch.no_grad():
