@@ -312,7 +312,7 @@ def _commit() -> str | None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=30,
+            timeout=120,
         ).stdout.strip()
 
     try:

@@ -213,7 +213,7 @@ def legend(rows: Iterable[Row], peers: Sequence[str] | None = None) -> str:
     if suites & {"function", "operator", "shapes"}:
         ratios = "*speed-up of ours*, and the column of a peer where there is a line per case"
         parts += [
-            f"{'Column of a peer' if peers else ratios}: time of the peer over ours, forward / forward + backward.",
+            f"{'Column of a peer' if peers else ratios}: time of the peer over ours, forward / forward + backward. *MB*: the inputs of a call.",
             "*of copy*: speed as a share of that of a plain copy of as many bytes into memory that is there "
             "already (*copy*); *clone* copies the inputs into new memory.",
         ]
