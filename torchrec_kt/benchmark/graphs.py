@@ -2,13 +2,13 @@
 
     python -m torchrec_kt.benchmark.graphs                      # the published layout of 1,020 keys
     python -m torchrec_kt.benchmark.graphs --workload "ctr small"
-    python -m torchrec_kt.benchmark.graphs --rounds 5 --json graphs.json
+    python -m torchrec_kt.benchmark.graphs --json docs/benchmark/graphs.json --readme README.md
 
 Each case makes a graph of a regroup and runs it once. *Cold* modules have seen no batch, *warm* ones
 have; *tensors* means a model that builds its KeyedTensors itself, *KeyedTensors* one that is handed
-them. Modules take turns within a round, and figures are medians of the rounds, in CPU seconds of this
-process, which other work on the machine does not stretch. *Graphs* is the number of times the compiler
-ran for seven batch sizes.
+them. Modules take turns within a round, and figures are medians of the rounds, in CPU seconds of the
+thread that makes the graph, which other work on the machine does not stretch. *Graphs* is the number of
+times the compiler ran for seven batch sizes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torchrec.modules.regroup import KTRegroupAsDict as TorchRecKTRegroupAsDict
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from ..modules import KTRegroupAsDict
+from .reporting import GRAPHS, write_into_readme
 from .results import provenance
+from .tables import Table
 from .workloads import Workload, function_workloads
 
 BATCHES = (7, 3, 11, 1, 0, 64, 7)
@@ -97,7 +98,11 @@ WAYS: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
 
 
 def seconds_to_make(name: str, state: str, way: Callable[..., Any], workload: Workload) -> float:
-    """CPU time from a module to the first result of its graph, with nothing compiled before."""
+    """CPU time from a module to the first result of its graph, with nothing compiled before.
+
+    Without garbage collection, as ``timeit`` does it: a full collection takes a quarter of the time of a
+    compilation, and into whose time it falls is chance.
+    """
     torch._dynamo.reset()
     module = MODULES[name](workload.groups, workload.names)
     if state == "warm":
@@ -107,10 +112,14 @@ def seconds_to_make(name: str, state: str, way: Callable[..., Any], workload: Wo
     def clock() -> None:
         nonlocal started
         gc.collect()
+        gc.disable()
         started = time.thread_time()
 
-    way(module, workload, clock)
-    return time.thread_time() - started
+    try:
+        way(module, workload, clock)
+        return time.thread_time() - started
+    finally:
+        gc.enable()
 
 
 def number_of_graphs(name: str, takes: str, dynamic: bool | None, workload: Workload) -> int:
@@ -153,16 +162,29 @@ def graph_counts(workload: Workload) -> list[dict[str, Any]]:
     ]
 
 
-def report(result: dict[str, Any]) -> list[Table]:
-    """The tables to print."""
-    times = Table("way", "module", "ours, s", "TorchRec, s", "times as fast")
-    for row in result["times"]:
-        ratio = row["theirs"] / row["ours"]
-        times.add_row(row["way"], row["module"], f"{row['ours']:.3f}", f"{row['theirs']:.3f}", f"{ratio:.2f}")
-    counts = Table("inputs", "dynamic", "graphs, ours", "graphs, TorchRec")
-    for row in result["graphs"]:
-        counts.add_row(row["takes"], str(row["dynamic"]), str(row["ours"]), str(row["theirs"]))
-    return [times, counts]
+def tables(result: dict[str, Any]) -> list[Table]:
+    """What was measured."""
+    times = [
+        [row["way"], row["module"], f"{row['ours']:.3f}", f"{row['theirs']:.3f}"] for row in result["times"]
+    ]
+    counts = [
+        [row["takes"], str(row["dynamic"]), str(row["ours"]), str(row["theirs"])] for row in result["graphs"]
+    ]
+    return [
+        Table("", ("graph", "module", "ours, s", "TorchRec, s"), times, left=2),
+        Table("", ("inputs", "dynamic", "graphs, ours", "graphs, TorchRec"), counts, left=2),
+    ]
+
+
+def readme_section(result: dict[str, Any]) -> str:
+    """The tables and what they hold for."""
+    times, counts = tables(result)
+    return (
+        f"{times.markdown()}\n\nCPU seconds of the thread that makes the graph, aot_eager, medians of "
+        f"{result['rounds']} rounds, modules in turns; workload `{result['workload']}`. {result['cpu']}, "
+        f"torch {result['torch']}, torchrec {result['torchrec']}, {result['date'][:10]}. Graphs that the compiler "
+        f"makes for batches of {', '.join(map(str, result['batches']))}:\n\n{counts.markdown()}"
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -176,6 +198,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--counts-workload", default="ctr small", choices=sorted(function_workloads()))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the results here")
+    parser.add_argument(
+        "--readme", type=Path, metavar="PATH", help="also write the tables between the marks of this file"
+    )
     args = parser.parse_args(argv)
     workloads = function_workloads()
     result = provenance(torch.device("cpu")) | {
@@ -186,10 +211,12 @@ def main(argv: list[str] | None = None) -> None:
         "graphs": graph_counts(workloads[args.counts_workload]),
     }
     console = Console()
-    for table in report(result):
-        console.print(table)
+    for table in tables(result):
+        console.print(table.rich())
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if args.readme is not None:
+        write_into_readme(args.readme, readme_section(result), GRAPHS)
 
 
 if __name__ == "__main__":

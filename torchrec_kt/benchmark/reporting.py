@@ -11,9 +11,19 @@ from .results import Results, ResultsError
 from .suites.copying import BOTH, CLONE, FORWARD
 from .tables import conditions, legend, summary_of, tables_of
 
-__all__ = ["BEGIN", "END", "chart_paths", "readme_section", "report", "write_into_readme", "write_report"]
+__all__ = [
+    "BEGIN",
+    "END",
+    "GRAPHS",
+    "chart_paths",
+    "readme_section",
+    "report",
+    "write_into_readme",
+    "write_report",
+]
 
 BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
+GRAPHS = "<!-- graphs: begin -->", "<!-- graphs: end -->"
 # A README is read on narrow screens; the tables of the report have every candidate.
 README_PEERS = (MODULE, REGROUP, CAT_SPLIT, BARE, CLONE)
 
@@ -70,7 +80,7 @@ def readme_section(results: Results, charts: list[Path], page: Path, readme: Pat
     return "\n\n".join(parts)
 
 
-def write_into_readme(readme: Path, section: str) -> None:
+def write_into_readme(readme: Path, section: str, marks: tuple[str, str] = (BEGIN, END)) -> None:
     """Replace what stands between the two marks.
 
     Raises:
@@ -80,12 +90,13 @@ def write_into_readme(readme: Path, section: str) -> None:
         text = readme.read_text()
     except OSError as error:
         raise ResultsError(f"{readme} cannot be read: {error.strerror}") from None
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+    begin, end = marks
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ResultsError(
-            f"{readme} must hold the line {BEGIN} and below it the line {END}, once each; the section goes between"
+            f"{readme} must hold the line {begin} and below it the line {end}, once each; the section goes between"
         )
-    before, rest = text.split(BEGIN)
-    readme.write_text(f"{before}{BEGIN}\n{section}\n{END}{rest.split(END)[1]}")
+    before, rest = text.split(begin)
+    readme.write_text(f"{before}{begin}\n{section}\n{end}{rest.split(end)[1]}")
 
 
 def _device(results: Results) -> str:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch._dynamo.comptime import ComptimeContext, comptime
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import ListVariable, TupleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
@@ -66,13 +67,19 @@ def _attribute(compiler: Any, variable: Any, name: str) -> Any:
 
 def _guarded(compiler: Any, variable: Any) -> Any:
     """What a variable holds, with a guard on it."""
-    if isinstance(variable, LazyVariableTracker) and not variable.is_realized():
-        value = variable.peek_value()
-        # An object that the function has changed is known by its identity; its value here is the old one.
-        if _is_plain(value) and value not in compiler.output.side_effects:
-            install_guard(variable.original_source().make_guard(GuardBuilder.EQUALS_MATCH))
-            return value
-    variable = variable.realize()
+    # Among thousands of names isinstance() counts: the compiler's classes answer it in Python.
+    if issubclass(type(variable), LazyVariableTracker):
+        if variable.is_realized():
+            variable = variable.realize()
+        else:
+            value = variable.peek_value()
+            # An object that the function has changed is known by its identity; its value here is the old one.
+            if _is_plain(value) and value not in compiler.output.side_effects:
+                install_guard(variable.original_source().make_guard(GuardBuilder.EQUALS_MATCH))
+                return value
+            variable = variable.realize()
+    if type(variable) is ConstantVariable:
+        return variable.value
     if _is_list(variable):
         return [_guarded(compiler, item) for item in variable.items]
     if isinstance(variable, SymNodeVariable):
