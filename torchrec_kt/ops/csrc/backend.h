@@ -15,6 +15,8 @@ int64_t resident_threads(int32_t device);
 void* current_stream(int32_t device);
 // Whether what is launched now will run again, after this call's tensors are gone.
 bool is_capturing(void* stream);
+// Waits until everything that was launched on the device is done.
+void wait(int32_t device);
 void launch(Element in, Element out, const Params& params, uint32_t blocks, void* stream);
 
 template <class In, class F>

@@ -52,6 +52,11 @@ bool is_capturing(void* stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
+void wait(int32_t device) {
+  const shims::DeviceGuard guard(device);
+  check(cudaDeviceSynchronize(), "waiting for the device");
+}
+
 void launch(Element in, Element out, const Params& params, uint32_t blocks, void* stream) {
   with_kernel(in, out, [&](auto kernel) {
     apply_map<decltype(kernel)><<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);

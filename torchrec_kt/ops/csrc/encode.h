@@ -13,6 +13,12 @@
 
 namespace torchrec_kt {
 
+// Maps are not made for more columns than this, which would make them larger than what they move: of maps
+// in which every column counts for several, for the dimensions behind it, and of all others. The same figures
+// are in ops/kernel.py.
+constexpr int64_t kMaxColumns = int64_t{1} << 22;
+constexpr int64_t kMaxPlainColumns = int64_t{1} << 25;
+
 // Reads a list of integers front to back; running out of them is an error, not a wild read.
 class Reader {
  public:

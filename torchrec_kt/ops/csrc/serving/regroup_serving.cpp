@@ -9,11 +9,6 @@
 // take names or plans call torchrec_kt::regroup through the dispatcher, so they follow the device of
 // the values, with a plan tensor that stays the same object from call to call.
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
 #include <array>
 #include <complex>
@@ -24,51 +19,40 @@
 #include <exception>
 #include <mutex>
 #include <optional>
-#include <sstream>
+#include <set>
 #include <string>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "regroup.h"
+
+namespace torchrec_kt::serving {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using Tensors = std::vector<Tensor>;
-using Ints = std::vector<int64_t>;
 using Names = std::vector<std::vector<std::string>>;
 using Widths = std::vector<Ints>;
 
-constexpr int64_t kMoveFields = 5;
-constexpr int64_t kFbgemmFields = 6;
 constexpr size_t kPlansKept = 64;
 
 // --- maps ------------------------------------------------------------------------------------------
 
-struct Move {
-  int64_t in, out, in_offset, out_offset, length;
-};
-
-// Columns with several sources, in the order in which they are summed.
+// Columns with several sources.
 struct Sum {
-  int64_t out, start, length;
-  std::vector<std::pair<int64_t, int64_t>> sources;
+  int64_t out;
+  Piece piece;
 };
 
 // What to do for one call. Copies write the first source of every column that has one.
-struct ColumnMap {
+struct CopiesAndSums {
   std::vector<Move> copies;
   std::vector<Sum> sums;
   std::vector<bool> has_gap;  // per output
-  Ints used;
 };
 
 // Adjacent columns that stay adjacent are one copy.
 void append(std::vector<Move>& copies, const Move& move) {
-  if (move.length == 0) {
-    return;
-  }
   if (!copies.empty()) {
     Move& last = copies.back();
     if (last.in == move.in && last.out == move.out && last.in_offset + last.length == move.in_offset &&
@@ -80,69 +64,10 @@ void append(std::vector<Move>& copies, const Move& move) {
   copies.push_back(move);
 }
 
-// An output in which moves overlap: one piece between any two borders of moves.
-void cover_overlapping(const std::vector<Move>& moves, ColumnMap& map) {
-  Ints borders;
-  for (const Move& move : moves) {
-    borders.push_back(move.out_offset);
-    borders.push_back(move.out_offset + move.length);
-  }
-  std::sort(borders.begin(), borders.end());
-  borders.erase(std::unique(borders.begin(), borders.end()), borders.end());
-  for (size_t b = 0; b + 1 < borders.size(); ++b) {
-    const int64_t start = borders[b], length = borders[b + 1] - start;
-    Sum sum{moves.front().out, start, length, {}};
-    for (const Move& move : moves) {  // in the order stated
-      if (move.out_offset <= start && start + length <= move.out_offset + move.length) {
-        sum.sources.emplace_back(move.in, move.in_offset + start - move.out_offset);
-      }
-    }
-    if (!sum.sources.empty()) {
-      append(map.copies, {sum.sources[0].first, sum.out, sum.sources[0].second, start, length});
-    }
-    if (sum.sources.size() > 1) {
-      map.sums.push_back(std::move(sum));
-    }
-  }
-}
-
-// Reads and checks a plan tensor on the CPU; every row lies inside its tensors afterwards.
-ColumnMap read_moves(const Tensor& moves, const Ints& in_widths, const Ints& out_widths) {
-  const int64_t rows = moves.size(0), stride = moves.stride(0), step = moves.stride(1);
-  const int32_t* data = moves.const_data_ptr<int32_t>();
-  const auto inputs = static_cast<int64_t>(in_widths.size()), outputs = static_cast<int64_t>(out_widths.size());
-  std::vector<std::vector<Move>> per_output(out_widths.size());
-  std::vector<bool> used(in_widths.size(), false);
-  for (int64_t row = 0; row < rows; ++row) {
-    const int32_t* field = data + row * stride;
-    const Move move{field[0], field[step], field[2 * step], field[3 * step], field[4 * step]};
-    STD_TORCH_CHECK(
-        0 <= move.in && move.in < inputs && 0 <= move.out && move.out < outputs,
-        "row ", row, " of the plan moves columns from input ", move.in, " to output ", move.out, "; there are ",
-        inputs, " inputs and ", outputs, " outputs");
-    STD_TORCH_CHECK(
-        move.length >= 0 && move.in_offset >= 0 && move.in_offset + move.length <= in_widths[move.in],
-        "row ", row, " of the plan reads ", move.length, " columns from column ", move.in_offset, " of input ",
-        move.in, ", which has ", in_widths[move.in], " columns");
-    STD_TORCH_CHECK(
-        move.out_offset >= 0 && move.out_offset + move.length <= out_widths[move.out],
-        "row ", row, " of the plan writes ", move.length, " columns to column ", move.out_offset, " of output ",
-        move.out, ", which has ", out_widths[move.out], " columns");
-    used[move.in] = true;
-    if (move.length > 0) {
-      per_output[move.out].push_back(move);
-    }
-  }
-
-  ColumnMap map;
-  for (size_t i = 0; i < used.size(); ++i) {
-    if (used[i]) {
-      map.used.push_back(static_cast<int64_t>(i));
-    }
-  }
-  for (size_t out = 0; out < per_output.size(); ++out) {
-    std::vector<Move>& given = per_output[out];
-    std::vector<Move> sorted = given;
+CopiesAndSums copies_and_sums(const Moves& moves, const Ints& out_widths) {
+  CopiesAndSums map;
+  for (size_t out = 0; out < out_widths.size(); ++out) {
+    std::vector<Move> sorted = moves.per_output[out];
     std::stable_sort(sorted.begin(), sorted.end(), [](const Move& a, const Move& b) {
       return a.out_offset < b.out_offset;
     });
@@ -154,50 +79,29 @@ ColumnMap read_moves(const Tensor& moves, const Ints& in_widths, const Ints& out
       end = std::max(end, move.out_offset + move.length);
     }
     map.has_gap.push_back(gap || end < out_widths[out]);
-    if (overlap) {
-      cover_overlapping(given, map);
-    } else {
+    if (!overlap) {
       for (const Move& move : sorted) {
         append(map.copies, move);
+      }
+      continue;
+    }
+    const auto place = static_cast<int64_t>(out);
+    for (Piece& piece : cover(moves.per_output[out], out_widths[out])) {
+      if (!piece.sources.empty()) {
+        const auto [tensor, offset] = piece.sources[0];
+        append(map.copies, {tensor, place, offset, piece.start, piece.length});
+      }
+      if (piece.sources.size() > 1) {
+        map.sums.push_back({place, std::move(piece)});
       }
     }
   }
   return map;
 }
 
-// --- types -----------------------------------------------------------------------------------------
-
-ScalarType promote(ScalarType a, ScalarType b) {
-  if (a == b) {
-    return a;
-  }
-  std::array<StableIValue, 2> stack{torch::stable::detail::from(a), torch::stable::detail::from(b)};
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("aten::promote_types", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<ScalarType>(stack[0]);
-}
-
-// The type in which columns are summed: float32 for anything narrower.
-ScalarType accumulated(ScalarType type) {
-  switch (type) {
-    case ScalarType::Half:
-    case ScalarType::BFloat16:
-    case ScalarType::Float8_e4m3fn:
-    case ScalarType::Float8_e4m3fnuz:
-    case ScalarType::Float8_e5m2:
-    case ScalarType::Float8_e5m2fnuz:
-    case ScalarType::Float8_e8m0fnu:
-      return ScalarType::Float;
-    case ScalarType::ComplexHalf:
-      return ScalarType::ComplexFloat;
-    default:
-      return type;
-  }
-}
-
 // --- moving ----------------------------------------------------------------------------------------
 
-struct Rows {
+struct Source {
   const char* data;
   int64_t row_bytes;
 };
@@ -226,16 +130,6 @@ std::optional<int64_t> row_stride(const Tensor& value, int64_t dim) {
   return stride.value_or(0);
 }
 
-std::string shape_of(const Tensor& value) {
-  std::ostringstream text;
-  text << "[";
-  for (int64_t d = 0; d < value.dim(); ++d) {
-    text << (d ? ", " : "") << value.size(d);
-  }
-  text << "]";
-  return text.str();
-}
-
 template <class T>
 void add(T* total, const T* part, int64_t count) {
   for (int64_t n = 0; n < count; ++n) {
@@ -250,8 +144,9 @@ void add<bool>(bool* total, const bool* part, int64_t count) {
   }
 }
 
-// total += part, both contiguous and of the same type, which is one that accumulated() returns.
-void add_to(Tensor& total, const Tensor& part) {
+}  // namespace
+
+void add_on_cpu(Tensor& total, const Tensor& part) {
   void* a = total.mutable_data_ptr();
   const void* b = part.const_data_ptr();
   const int64_t n = total.numel();
@@ -278,60 +173,29 @@ void add_to(Tensor& total, const Tensor& part) {
   }
 }
 
-Tensor narrowed(const Tensor& value, int64_t dim, int64_t start, int64_t length, ScalarType type) {
-  Tensor part = value;
-  return torch::stable::contiguous(torch::stable::to(torch::stable::narrow(part, dim, start, length), type));
-}
+namespace {
 
 Tensors regroup_cpu(
-    Tensors values,
+    const Tensors& values,
     Tensor moves,
-    Ints out_widths,
+    const Ints& out_widths,
     int64_t key_dim,
-    std::optional<ScalarType> dtype) {
-  STD_TORCH_CHECK(!values.empty(), "got no value tensors, so the batch size is unknown; pass at least one");
-  STD_TORCH_CHECK(
-      moves.scalar_type() == ScalarType::Int && moves.dim() == 2 &&
-          (moves.size(1) == kMoveFields || moves.size(1) == kFbgemmFields),
-      "the plan tensor has shape ", shape_of(moves), "; expected int32 of shape [moves, ", kMoveFields,
-      "] or [moves, ", kFbgemmFields, "]");
+    std::optional<ScalarType> dtype,
+    bool transposed) {
+  const Ints in_widths = check_arguments(values, moves, out_widths, key_dim);
   if (!moves.is_cpu()) {
     moves = torch::stable::to(moves, torch::stable::Device(torch::headeronly::DeviceType::CPU));
   }
-  for (size_t t = 0; t < out_widths.size(); ++t) {
-    STD_TORCH_CHECK(out_widths[t] >= 0, "the width of output ", t, " is ", out_widths[t], "; expected 0 or more");
-  }
-  Ints in_widths;
-  for (const Tensor& value : values) {
-    // An input without that dimension can only be one that no move names.
-    const bool exists = -value.dim() <= key_dim && key_dim < value.dim();
-    in_widths.push_back(exists ? value.size(key_dim < 0 ? key_dim + value.dim() : key_dim) : 0);
-  }
-  const ColumnMap map = read_moves(moves, in_widths, out_widths);
-
-  const Ints used = map.used.empty() ? Ints{0} : map.used;
-  const Tensor& first = values[used[0]];
-  const int64_t dim = key_dim < 0 ? key_dim + first.dim() : key_dim;
+  const Rows plan{moves.const_data_ptr<int32_t>(), moves.size(0), moves.stride(0), moves.stride(1)};
+  const Moves checked = read_moves(plan, in_widths, out_widths, transposed);
+  const CopiesAndSums map = copies_and_sums(checked, out_widths);
+  const Ints& used = checked.used;
+  const int64_t dim = check_values(values, used, key_dim);
+  const Tensor& first = values[used.empty() ? 0 : used[0]];
   STD_TORCH_CHECK(
-      0 <= dim && dim < first.dim(), "key_dim is ", key_dim, ", but values[", used[0], "] has shape ",
-      shape_of(first), "; expected a dimension that exists");
-  for (int64_t i : used) {
-    bool agrees = values[i].dim() == first.dim();
-    for (int64_t d = 0; agrees && d < first.dim(); ++d) {
-      agrees = d == dim || values[i].size(d) == first.size(d);
-    }
-    STD_TORCH_CHECK(
-        agrees, "values[", i, "] has shape ", shape_of(values[i]), ", values[", used[0], "] has ", shape_of(first),
-        "; they must agree in everything but dimension ", dim, ", which holds the columns");
-    STD_TORCH_CHECK(
-        values[i].is_cpu(), "values[", i, "] is not on the CPU as others are; move them to one device");
-  }
-
-  ScalarType type = values[0].scalar_type();
-  for (const Tensor& value : values) {
-    type = promote(type, value.scalar_type());
-  }
-  type = dtype.value_or(type);
+      first.is_cpu(), "the values are on a device that this library was not built for; with TORCHREC_KT_CUDA=ON it "
+      "takes CUDA tensors, too");
+  const ScalarType type = dtype ? *dtype : default_type(values);
 
   int64_t rows = 1, inner = 1;
   Ints shape;
@@ -349,8 +213,8 @@ Tensors regroup_cpu(
 
   // Casts, and inputs of other strides than rows of columns, take a copy first.
   Tensors ready = values;
-  std::vector<Rows> from(values.size(), Rows{nullptr, 0});
-  for (int64_t i : map.used) {
+  std::vector<Source> from(values.size(), Source{nullptr, 0});
+  for (int64_t i : used) {
     if (ready[i].scalar_type() != type) {
       ready[i] = torch::stable::to(ready[i], type);
     }
@@ -389,17 +253,16 @@ Tensors regroup_cpu(
   }
 
   if (!map.sums.empty()) {
-    ScalarType wide = accumulated(type);
-    for (int64_t i : map.used) {
-      wide = promote(wide, accumulated(values[i].scalar_type()));
-    }
-    for (const Sum& sum : map.sums) {
-      Tensor total = torch::stable::clone(
-          narrowed(values[sum.sources[0].first], dim, sum.sources[0].second, sum.length, wide));
-      for (size_t s = 1; s < sum.sources.size(); ++s) {
-        add_to(total, narrowed(values[sum.sources[s].first], dim, sum.sources[s].second, sum.length, wide));
+    const ScalarType wide = sum_type(values, used, type);
+    for (const auto& [out, piece] : map.sums) {
+      const auto source = [&](size_t s) {
+        return columns_of(values[piece.sources[s].first], dim, piece.sources[s].second, piece.length, wide);
+      };
+      Tensor total = torch::stable::clone(source(0));
+      for (size_t s = 1; s < piece.sources.size(); ++s) {
+        add_on_cpu(total, source(s));
       }
-      Tensor target = torch::stable::narrow(outs[sum.out], dim, sum.start, sum.length);
+      Tensor target = torch::stable::narrow(outs[out], dim, piece.start, piece.length);
       torch::stable::copy_(target, total);
     }
   }
@@ -529,19 +392,34 @@ class Plans {
   std::deque<std::string> order_;
 };
 
-// Where the values are on another device, through the dispatcher: other libraries bring its
-// implementation. Errors lose their text on the way there and back.
-Tensors call_regroup(const Tensors& values, const Tensor& moves, const Ints& out_widths, int64_t key_dim) {
-  if (std::all_of(values.begin(), values.end(), [](const Tensor& value) { return value.is_cpu(); })) {
-    return regroup_cpu(values, moves, out_widths, key_dim, std::nullopt);
+// --- operators ---------------------------------------------------------------------------------------
+
+Tensors regroup_anywhere(
+    const Tensors& values,
+    const Tensor& moves,
+    const Ints& out_widths,
+    int64_t key_dim,
+    std::optional<ScalarType> dtype,
+    bool transposed) {
+#if defined(TORCHREC_KT_KERNEL)
+  if (std::any_of(values.begin(), values.end(), is_beside_kernel)) {
+    return regroup_by_kernel(values, moves, out_widths, key_dim, dtype, transposed);
   }
-  std::array<StableIValue, 5> stack{
-      torch::stable::detail::from(values), torch::stable::detail::from(moves),
-      torch::stable::detail::from(out_widths), torch::stable::detail::from(key_dim),
-      torch::stable::detail::from(std::optional<ScalarType>())};
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("torchrec_kt::regroup", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensors>(stack[0]);
+#endif
+  return regroup_cpu(values, moves, out_widths, key_dim, dtype, transposed);
+}
+
+Tensors regroup(Tensors values, Tensor moves, Ints out_widths, int64_t key_dim, std::optional<ScalarType> dtype) {
+  return regroup_anywhere(values, moves, out_widths, key_dim, dtype, false);
+}
+
+Tensors regroup_transposed(
+    Tensors values,
+    Tensor moves,
+    Ints out_widths,
+    int64_t key_dim,
+    std::optional<ScalarType> dtype) {
+  return regroup_anywhere(values, moves, out_widths, key_dim, dtype, true);
 }
 
 Tensors regroup_by_keys(Tensors values, Names keys, Widths lengths, Names groups, int64_t key_dim) {
@@ -550,7 +428,7 @@ Tensors regroup_by_keys(Tensors values, Names keys, Widths lengths, Names groups
       values.size() == keys.size(), "got ", values.size(), " value tensors and ", keys.size(),
       " lists of keys; expected one list each");
   const auto [moves, out_widths] = plans->find(keys, lengths, groups);
-  return call_regroup(values, moves, out_widths, key_dim);
+  return regroup_anywhere(values, moves, out_widths, key_dim, std::nullopt, false);
 }
 
 void check_batches(const Tensors& values) {
@@ -581,7 +459,7 @@ Tensors permute_multi_embedding(
   STD_TORCH_CHECK(
       out_shapes.dim() == 1 && out_shapes.size(0) == static_cast<int64_t>(out_lengths.size()),
       "out_shapes has shape ", shape_of(out_shapes), "; expected [", out_lengths.size(), "]");
-  return call_regroup(values, permutes, out_lengths, 1);
+  return regroup_anywhere(values, permutes, out_lengths, 1, std::nullopt, false);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Ints> kt_regroup_arguments(
@@ -606,10 +484,10 @@ std::tuple<Tensor, Tensor, Tensor, Ints> kt_regroup_arguments(
 bool register_operators() {
   using torch::stable::detail::StableLibrary;
   auto* schemas = new StableLibrary(StableLibrary::Kind::FRAGMENT, "torchrec_kt", nullptr, __FILE__, __LINE__);
+  const char* arguments =
+      "(Tensor[] values, Tensor moves, SymInt[] out_widths, int key_dim=1, ScalarType? dtype=None) -> Tensor[]";
   try {
-    schemas->def(
-        "regroup(Tensor[] values, Tensor moves, SymInt[] out_widths, int key_dim=1, ScalarType? dtype=None) -> "
-        "Tensor[]");
+    schemas->def((std::string("regroup") + arguments).c_str());
   } catch (const std::exception&) {
     std::fprintf(
         stderr,
@@ -618,6 +496,7 @@ bool register_operators() {
     delete schemas;
     return false;
   }
+  schemas->def((std::string("regroup_transposed") + arguments).c_str());
   schemas->def(
       "regroup_by_keys(Tensor[] values, str[][] keys, int[][] lengths, str[][] groups, int key_dim=1) -> Tensor[]");
   schemas->def(
@@ -628,8 +507,15 @@ bool register_operators() {
   schemas->def(
       "kt_regroup_arguments(Tensor embs, str[][] keys, int[][] lengths, str[][] groups) -> (Tensor, Tensor, Tensor, "
       "int[])");
-  auto* cpu = new StableLibrary(StableLibrary::Kind::IMPL, "torchrec_kt", "CPU", __FILE__, __LINE__);
-  cpu->impl("regroup", TORCH_BOX(&regroup_cpu));
+  std::set<std::string> keys{"CPU"};
+#if defined(TORCHREC_KT_KERNEL)
+  keys.insert(kernel_key());
+#endif
+  for (const std::string& key : keys) {
+    auto* device = new StableLibrary(StableLibrary::Kind::IMPL, "torchrec_kt", key.c_str(), __FILE__, __LINE__);
+    device->impl("regroup", TORCH_BOX(&regroup));
+    device->impl("regroup_transposed", TORCH_BOX(&regroup_transposed));
+  }
   auto* any = new StableLibrary(
       StableLibrary::Kind::IMPL, "torchrec_kt", "CompositeExplicitAutograd", __FILE__, __LINE__);
   any->impl("regroup_by_keys", TORCH_BOX(&regroup_by_keys));
@@ -642,3 +528,4 @@ bool register_operators() {
 const bool registered = register_operators();
 
 }  // namespace
+}  // namespace torchrec_kt::serving
