@@ -415,6 +415,16 @@ def test_sums_are_taken_in_the_wider_type(dtype: torch.dtype, target: torch.dtyp
     assert_same(apply(values, ColumnMap(moves, [12] * 7, [11]), target), expected)
 
 
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_whole_numbers_beside_halves_are_not_rounded_first(half: torch.dtype, repeats: int) -> None:
+    values = [torch.tensor([[70001, 2049, 257]]), torch.tensor([[1.0, 3.0, 5.0]]).to(half)]
+    moves = [(i, 0, 0, 3 * i if repeats == 1 else 0, 3) for i in range(2)]
+    for target in (half, torch.float32, torch.float64):
+        expected = apply_moves(values, moves, [6], key_dim=1, dtype=target, sum_dtype=torch.float64)
+        assert_same(apply(values, ColumnMap(moves, [3, 3], [6]), target), expected)
+
+
 @pytest.mark.parametrize(("dtype", "target"), list(itertools.product(COMPLEX_DTYPES, repeat=2)), ids=str)
 def test_complex_casts(dtype: torch.dtype, target: torch.dtype) -> None:
     values = [random_values((6, 12), dtype)]

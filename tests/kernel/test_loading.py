@@ -286,6 +286,17 @@ def test_plan_tensors_are_read_once() -> None:
 
 
 @pytest.mark.usefixtures("contents")
+def test_a_plan_tensor_in_the_memory_of_another_is_read() -> None:
+    """As the constants of a model are that is unloaded before another one is loaded."""
+    memory = torch.tensor([[0, 0, 0, 0, 4]], dtype=torch.int32).numpy()
+    for length in (4, 2):
+        memory[0, 4] = length
+        moves: Any = OnDevice([[0]])
+        moves.tensor = torch.from_numpy(memory)
+        assert moves_module._content(moves) == memory.tobytes()
+
+
+@pytest.mark.usefixtures("contents")
 def test_inference_plan_tensors_are_read_each_time() -> None:
     """A change of one leaves no trace."""
     with torch.inference_mode():

@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import _native
 from .plan import ColumnMap
-from .torch_impl import Program, TensorMeta, Tensors
+from .torch_impl import Program, TensorMeta, Tensors, accumulate_dtype
 
 __all__ = ["compile_for_kernel", "encoder_input", "longest_vector"]
 
-# In the order of kCasts in csrc/operator.cpp.
+# In the order of kCasts in csrc/apply.cpp.
 _CASTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Sums and casts of complex numbers are those of their parts.
 _PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -65,6 +65,11 @@ def compile_for_kernel(
         return None
     try:
         common = functools.reduce(torch.promote_types, (inputs[i].dtype for i in used))
+        if any(inputs[i].dtype != common for i in used) and (
+            common != dtype or column_map.max_fan_in > 1
+        ):
+            # Whole numbers beside halves are added and converted as they are, not as halves.
+            common = torch.promote_types(accumulate_dtype(common), dtype)
     except RuntimeError:  # there is no such type, though there is one for the outputs
         return None
     arithmetic = common != dtype or column_map.max_fan_in > 1

@@ -142,13 +142,16 @@ def _content(moves: Tensor) -> bytes:
 
 def _bytes_once(moves: Tensor) -> bytes:
     """The bytes of a tensor on a device, copied to the host once: a copy has to wait for the device."""
-    key = (moves.device, moves.data_ptr(), moves.shape, moves.stride())
+    # By the storage, not by the address: memory that its tensor does not own, as the constants of an AOTInductor
+    # model do not, can become that of another tensor.
+    storage = moves.untyped_storage()._cdata
+    key = (moves.device, storage, moves.storage_offset(), moves.shape, moves.stride())
     version, content, _ = _contents.get(key, (None, b"", None))
     if version != moves._version:
         content = _bytes(moves)
         if len(_contents) >= _MAX_MAPS:
             _contents.clear()
-        # The tensor is kept, so its address means nothing else as long as the entry is here.
+        # A view is kept, so this storage is no other one as long as the entry is here.
         _contents[key] = moves._version, content, moves.detach()
     return content
 

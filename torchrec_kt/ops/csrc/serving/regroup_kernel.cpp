@@ -4,6 +4,8 @@
 // after that copies nothing and waits for nothing.
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstring>
 #include <exception>
 #include <iterator>
@@ -31,7 +33,7 @@ using torch::stable::detail::to;
 
 constexpr size_t kPlansRead = 64;
 constexpr size_t kMapsKept = 64;
-constexpr size_t kEncodingsKept = 512;  // of all maps, for every device and alignment that they meet
+constexpr size_t kEncodingsKept = 256;  // of all maps, for every device and alignment that they meet
 
 template <class Result, class... Arguments>
 Result call(const char* name, const Arguments&... arguments) {
@@ -104,6 +106,7 @@ class PlansRead {
 
 // A plan for inputs of certain widths.
 struct PlanMap {
+  int64_t number;  // like that of no other map
   Ints used, out_widths;
   std::vector<std::vector<Piece>> outputs;
   size_t most_sources = 0;  // of any column
@@ -117,7 +120,8 @@ PlanMap make_map(
   }
   const Rows rows{numbers.data(), static_cast<int64_t>(numbers.size()) / fields, fields, 1};
   const Moves moves = read_moves(rows, in_widths, out_widths, transposed);
-  PlanMap map{moves.used, out_widths, {}};
+  static std::atomic<int64_t> maps_made{0};
+  PlanMap map{maps_made++, moves.used, out_widths, {}};
   for (size_t t = 0; t < out_widths.size(); ++t) {
     map.outputs.push_back(cover(moves.per_output[t], out_widths[t]));
     for (const Piece& piece : map.outputs.back()) {
@@ -288,19 +292,15 @@ class Encodings {
   // Calls `use` with the encoding for tensors that are aligned to 2^log elements, those of the outputs last.
   template <class Use>
   Tensors with(
-      const std::shared_ptr<const PlanMap>& map,
-      const Ints& logs,
-      const Geometry& geometry,
-      const Tensor& beside,
-      const Use& use) {
-    const Key key{map, beside.get_device_index(), geometry.scale, geometry.max_log, logs};
+      const PlanMap& map, const Ints& logs, const Geometry& geometry, const Tensor& beside, const Use& use) {
+    const Key key{map.number, beside.get_device_index(), geometry.scale, geometry.max_log, logs};
     while (true) {
       {
         const std::shared_lock<std::shared_mutex> lock(mutex_);
         const auto found = kept_.find(key);
         if (found != kept_.end()) return use(found->second);
       }
-      Encoding made = encoded(*map, logs, geometry.scale, geometry.max_log, beside);
+      Encoding made = encoded(map, logs, geometry.scale, geometry.max_log, beside);
       const std::unique_lock<std::shared_mutex> lock(mutex_);
       if (kept_.size() >= kEncodingsKept) clear();
       kept_.emplace(key, std::move(made));
@@ -308,8 +308,7 @@ class Encodings {
   }
 
  private:
-  // By the map itself, which the key keeps, so that its address means nothing else.
-  using Key = std::tuple<std::shared_ptr<const PlanMap>, int32_t, int64_t, int, Ints>;
+  using Key = std::tuple<int64_t, int32_t, int64_t, int, Ints>;
 
   // Nobody launches anything while the lock is held alone. What was launched before, on any stream, may not have
   // read its map yet, and the memory would go to whoever asks next.
@@ -347,16 +346,15 @@ Tensors operands_of(const Tensors& values, const PlanMap& map, int64_t dim, cons
   return operands;
 }
 
-Tensors run(
-    const Tensors& values, const std::shared_ptr<const PlanMap>& map, int64_t dim, const Geometry& geometry) {
+Tensors run(const Tensors& values, const PlanMap& map, int64_t dim, const Geometry& geometry) {
   static auto* encodings = new Encodings;  // never freed: the device may be gone by then
-  const Tensors operands = operands_of(values, *map, dim, geometry);
+  const Tensors operands = operands_of(values, map, dim, geometry);
   const int64_t cast = geometry.in == geometry.out ? -1 : place_of(geometry.out);
 
   const auto by_alignment = [&](const auto& log_of_input) {
     Ints logs;
     for (const Tensor& operand : operands) logs.push_back(log_of_input(operand));
-    for (const int64_t width : map->out_widths) logs.push_back(log_of(0, width * geometry.scale, geometry));
+    for (const int64_t width : map.out_widths) logs.push_back(log_of(0, width * geometry.scale, geometry));
     return encodings->with(map, logs, geometry, operands[0], [&](const Encoding& encoding) {
       std::vector<shims::Tensor> handles;
       for (const Tensor& operand : operands) handles.push_back(shims::take_tensor(from(operand)));
@@ -377,13 +375,13 @@ Tensors run(
       return log_of(static_cast<int64_t>(address) / bytes_of(geometry.in), operand.stride(0), geometry);
     });
   }
-  STD_TORCH_CHECK(outs.size() == map->out_widths.size(), "the kernel refuses tensors as they are aligned");
+  STD_TORCH_CHECK(outs.size() == map.out_widths.size(), "the kernel refuses tensors as they are aligned");
 
-  if (geometry.parts || values[map->used[0]].dim() != 2 || dim != 1) {
-    const Tensor& first = values[map->used[0]];
+  if (geometry.parts || values[map.used[0]].dim() != 2 || dim != 1) {
+    const Tensor& first = values[map.used[0]];
     for (size_t t = 0; t < outs.size(); ++t) {
       Ints shape(first.sizes().begin(), first.sizes().end());
-      shape[dim] = map->out_widths[t];
+      shape[dim] = map.out_widths[t];
       if (geometry.parts) {
         shape.push_back(2);
         outs[t] = call<Tensor>("aten::view_as_complex", torch::stable::view(outs[t], shape));
@@ -466,7 +464,7 @@ Tensors regroup_by_kernel(
   const int64_t dim = check_values(values, map->used, key_dim);
   const ScalarType type = dtype ? *dtype : default_type(values);
   const std::optional<Geometry> geometry = geometry_of(values, *map, dim, type);
-  return geometry ? run(values, map, dim, *geometry) : run_without(values, *map, dim, type);
+  return geometry ? run(values, *map, dim, *geometry) : run_without(values, *map, dim, type);
 }
 
 }  // namespace torchrec_kt::serving
