@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))  # The examples are run from the checkout, not ins
 from examples.movielens import export  # noqa: E402
 from examples.movielens.data import MovieLens, load_movielens  # noqa: E402
 from examples.movielens.model import ModelConfig, MovieLensModel, regroup_factory  # noqa: E402
+from tests.kernel.building import unstable_symbols  # noqa: E402
 
 
 def run(*command: Any, fail: bool = False) -> subprocess.CompletedProcess[str]:
@@ -160,10 +161,5 @@ def test_importing_the_package_after_the_library(library: Path) -> None:
 
 
 def test_the_library_uses_the_stable_abi_alone(library: Path) -> None:
-    symbols = [line.split()[-1] for line in run("nm", "-D", "--undefined-only", library).stdout.splitlines()]
-    # C++ names of torch would be mangled; those of its C interface are not.
-    unstable = [
-        name for name in symbols if name.startswith(("_ZN2at", "_ZNK2at", "_ZN3c10", "_ZNK3c10", "_ZN5torch"))
-    ]
-    assert not unstable
-    assert any(name == "torch_call_dispatcher" for name in symbols)
+    assert not unstable_symbols(library)
+    assert "torch_call_dispatcher" in run("nm", "-D", "--undefined-only", library).stdout

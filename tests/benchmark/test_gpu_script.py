@@ -96,3 +96,21 @@ def test_build_command_builds_a_library_that_loads(
     environment = {"TORCHREC_KT_LIBRARY": str(library), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_serving_build_command_builds_a_library_that_loads(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    # The kernel in it takes a while, and is compiled above.
+    monkeypatch.setattr(script, "KERNEL", [script.SOURCES / "apply.cpp", script.SOURCES / "host.cpp"])
+    library = tmp_path / "library.so"
+    subprocess.run(script.serving_build_command(library), check=True, capture_output=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.ops.check_serving", library],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

@@ -20,6 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "torchrec_kt" / "ops" / "csrc"
+KERNEL = [SOURCES / "apply.cpp", SOURCES / "cuda.cu"]
 LIMIT_SECONDS = 530
 
 
@@ -37,6 +38,10 @@ def main() -> int:
         if not runner.step("build", build_command(library), 240):
             return runner.finish()
         runner.environment["TORCHREC_KT_LIBRARY"] = str(library)
+        serving = out / "libtorchrec_kt_serving.so"
+        if not runner.step("build of the serving library", serving_build_command(serving), 120):
+            return runner.finish()
+        runner.environment["TORCHREC_KT_SERVING_LIBRARY"] = str(serving)
     runner.environment["TORCHREC_KT_TEST_DEVICE"] = "cuda"
     # Parents' conftest.py files ask for more packages than there need to be here.
     pytest = [
@@ -70,19 +75,32 @@ def main() -> int:
 
 def build_command(library: Path) -> list[str]:
     """One compiler call for the card at hand. The wheel's CMake build does the same for all architectures."""
+    return compiler_command(library, "-std=c++17", *map(str, KERNEL), str(SOURCES / "operator.cpp"))
+
+
+def serving_build_command(library: Path) -> list[str]:
+    """The library for processes without Python. Its CMake build does the same for all architectures."""
+    import torch
+
+    sources = [str(SOURCES / "serving" / f"regroup_{name}.cpp") for name in ("serving", "kernel")]
+    defines = ["-DTORCHREC_KT_KERNEL", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
+    include = f"-I{Path(torch.__file__).parent / 'include'}"
+    return compiler_command(library, "-std=c++20", *defines, include, *map(str, KERNEL), *sources)
+
+
+def compiler_command(library: Path, *arguments: str) -> list[str]:
     import torch
 
     if not torch.cuda.is_available():
         return [sys.executable, "-c", "raise SystemExit('there is no GPU')"]
     number = "{}{}".format(*torch.cuda.get_device_capability())
-    libraries = Path(torch.__file__).parent / "lib"
     return [
         shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc",
-        *("-std=c++17", "-O3", "-shared", "-Xptxas=-v", "-cudart=static"),
+        *("-O3", "-shared", "-Xptxas=-v", "-cudart=static"),
         f"-gencode=arch=compute_{number},code=sm_{number}",
         "-Xcompiler=-fPIC,-fvisibility=hidden",
-        *("-o", str(library), str(SOURCES / "operator.cpp"), str(SOURCES / "cuda.cu")),
-        f"-L{libraries}",
+        *("-o", str(library), *arguments),
+        f"-L{Path(torch.__file__).parent / 'lib'}",
         *("-Xlinker=--no-as-needed", "-ltorch", "-ltorch_cpu"),
     ]
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "torchrec_kt" / "ops" / "csrc"
 BUILDS = ROOT / "build" / "kernel"
@@ -61,17 +63,30 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def build(name: str, **defines: str) -> Path:
+def build(name: str, source: Path = SOURCES, **defines: str) -> Path:
     """The folder of a CMake build; what has been built there before is used again."""
     folder = BUILDS / name
     with locked(folder):
         run(
-            ["cmake", "-S", SOURCES, "-B", folder, "-G", "Ninja", *(f"-D{k}={v}" for k, v in defines.items())]
+            ["cmake", "-S", source, "-B", folder, "-G", "Ninja", *(f"-D{k}={v}" for k, v in defines.items())]
         )
         log = run(["cmake", "--build", folder]).stdout
         if "ptxas info" in log:
             (folder / "ptxas.log").write_text(log)
     return folder
+
+
+def build_serving(name: str, **defines: str) -> Path:
+    """The library for processes without Python, of another build for each name."""
+    folder = build(name, SOURCES / "serving", TORCH_ROOT=torch.__path__[0], **defines)
+    return folder / "libtorchrec_kt_serving.so"
+
+
+def unstable_symbols(library: Path) -> list[str]:
+    """What a library needs of torch's C++ interface, whose names are mangled; those of the C one are not."""
+    lines = run(["nm", "-D", "--undefined-only", library]).stdout.splitlines()
+    unstable = ("_ZN2at", "_ZNK2at", "_ZN3c10", "_ZNK3c10", "_ZN5torch")
+    return [name for name in (line.split()[-1] for line in lines) if name.startswith(unstable)]
 
 
 def nvcc() -> str | None:

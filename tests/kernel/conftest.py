@@ -48,3 +48,17 @@ def cuda_build(needs_nvcc: None) -> Path:
 @pytest.fixture(scope="session")
 def cuda_library(cuda_build: Path) -> Path:
     return cuda_build / "torchrec_kt_cuda.so"
+
+
+@pytest.fixture(scope="session")
+def host_serving_library() -> Path:
+    """The library for processes without Python, with the kernel on the host, with sanitizers."""
+    return building.build_serving("serving-host", TORCHREC_KT_HOST="ON")
+
+
+@pytest.fixture(scope="session")
+def cuda_serving_library(needs_nvcc: None) -> Path:
+    """The same with the kernel for one architecture."""
+    return building.build_serving(
+        "serving-cuda", TORCHREC_KT_CUDA="ON", CMAKE_CUDA_ARCHITECTURES="90-real", CMAKE_CXX_FLAGS="-O1"
+    )

@@ -1,12 +1,15 @@
 """Checks the operators of the serving library, in a process that never imports the package.
 
-    python -m tests.ops.check_serving libtorchrec_kt_serving.so
+    python -m tests.ops.check_serving libtorchrec_kt_serving.so [--device cuda]
 
-Run by ``tests/test_serving.py``; the exit status says whether everything was right.
+Run by ``tests/test_serving.py``, with a host build of the kernel by ``tests/kernel/test_serving_build.py``,
+and on a GPU by ``tests/gpu/test_serving.py``; the exit status says whether everything was right. What only the
+kernel's side of the library does is in :mod:`tests.ops.check_serving_kernel`.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import re
 import sys
@@ -17,7 +20,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.reference import ALL_DTYPES, regroup_reference
+from tests.reference import ALL_DTYPES, apply_moves, regroup_reference
+
+DEVICE = torch.device("cpu")
 
 LAYOUTS = [(["a", "b"], [3, 5]), (["c", "d"], [2, 4])]
 KEYS, WIDTHS = [list(k) for k, _ in LAYOUTS], [list(w) for _, w in LAYOUTS]
@@ -26,7 +31,7 @@ OUT_WIDTHS = [8, 9, 0]
 
 
 def plan(groups: Any = GROUPS) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    return torch.ops.torchrec_kt.kt_regroup_arguments(torch.empty(0), KEYS, WIDTHS, groups)
+    return torch.ops.torchrec_kt.kt_regroup_arguments(torch.empty(0, device=DEVICE), KEYS, WIDTHS, groups)
 
 
 def values(batch: int = 3, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -35,8 +40,18 @@ def values(batch: int = 3, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 def filled(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, dtype=torch.complex64 if dtype.is_complex else torch.float32).to(dtype)
-    return torch.randint(0, 2 if dtype == torch.bool else 100, shape).to(dtype)
+        numbers = torch.randn(shape, dtype=torch.complex64 if dtype.is_complex else torch.float32).to(dtype)
+    else:
+        numbers = torch.randint(0, 2 if dtype == torch.bool else 100, shape).to(dtype)
+    return numbers.to(DEVICE)
+
+
+def rows_of(moves: Sequence[Sequence[int]]) -> Tensor:
+    return torch.tensor(moves, dtype=torch.int32).reshape(-1, 5).to(DEVICE)
+
+
+def expected_of(given: Sequence[Tensor], groups: Any = GROUPS, **more: Any) -> list[Tensor]:
+    return regroup_reference([v.cpu() for v in given], LAYOUTS, groups, **more)
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -48,7 +63,8 @@ def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     for a, b in zip(found, expected):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         assert a.is_contiguous()
-        assert torch.equal(bits(a), bits(b)), (a, b)
+        assert a.device.type == DEVICE.type
+        assert torch.equal(bits(a.cpu()), bits(b.cpu())), (a, b)
 
 
 def refuses(call: Callable[[], Any], message: str) -> None:
@@ -61,7 +77,7 @@ def check_copies() -> None:
     for dtype in ALL_DTYPES:
         for batch in (0, 1, 7, 300):
             given = values(batch, dtype)
-            expected = regroup_reference(given, LAYOUTS, GROUPS)
+            expected = expected_of(given)
             permutes, in_shapes, out_shapes, out_widths = plan()
             assert out_widths == OUT_WIDTHS
             assert_same(ops.regroup(given, permutes, out_widths), expected)
@@ -98,43 +114,108 @@ def check_shapes_and_strides() -> None:
                 else:
                     value = filled(size, torch.float32)
                 given.append(value)
-            expected = regroup_reference(given, LAYOUTS, GROUPS, key_dim=key_dim)
+            expected = expected_of(given, key_dim=key_dim)
             assert_same(op(given, KEYS, WIDTHS, GROUPS, key_dim), expected)
 
 
 def check_types() -> None:
     permutes, _, _, widths = plan()
-    for first, second in [("float32", "float16"), ("int64", "float32"), ("complex64", "float64")]:
+    for first, second in [
+        ("float32", "float16"), ("int64", "float32"), ("complex64", "float64"), ("float16", "bfloat16"),
+        ("int32", "float16"), ("float32", "float32"), ("float64", "bfloat16"), ("complex32", "complex64"),
+        ("int8", "int8"), ("float8_e4m3fn", "float8_e4m3fn"), ("bool", "uint8"),
+    ]:  # fmt: skip
         given = [values(4, getattr(torch, first))[0], values(4, getattr(torch, second))[1]]
-        for dtype in (None, torch.float16, torch.float64, torch.complex128):
+        for dtype in (None, torch.float16, torch.float32, torch.float64, torch.int64, torch.complex128):
             if dtype is not None and not dtype.is_complex and given[0].is_complex():
                 continue
-            expected = regroup_reference(given, LAYOUTS, GROUPS, dtype=dtype)
+            expected = expected_of(given, dtype=dtype)
             assert_same(torch.ops.torchrec_kt.regroup(given, permutes, widths, 1, dtype), expected)
+    # Types that torch does not promote have a target, or none.
+    given = [values(4, torch.float8_e5m2)[0], values(4, torch.bfloat16)[1]]
+    assert_same(
+        torch.ops.torchrec_kt.regroup(given, permutes, widths, 1, torch.float32),
+        expected_of(given, dtype=torch.float32),
+    )
+    # Whole numbers that a half does not hold.
+    given = [torch.full((4, 8), 70001, device=DEVICE), values(4, torch.float16)[1]]
+    assert_same(
+        torch.ops.torchrec_kt.regroup(given, permutes, widths, 1, torch.float32),
+        expected_of(given, dtype=torch.float32),
+    )
 
 
 def check_sums_and_gaps() -> None:
     op = torch.ops.torchrec_kt.regroup
-    moves = torch.tensor([[0, 0, 0, 1, 3], [0, 0, 2, 2, 3]] + [[0, 0, 0, 1, 2]] * 298, dtype=torch.int32)
-    given = [torch.ones(2, 5, dtype=torch.bfloat16)]
+    moves = rows_of([[0, 0, 0, 1, 3], [0, 0, 2, 2, 3], *[[0, 0, 0, 1, 2]] * 298])
+    given = [torch.ones(2, 5, dtype=torch.bfloat16, device=DEVICE)]
     # Additions of one stall at 256 in bfloat16; 299, summed in float32, rounds to 300.
     expected = [[0, 300, 300, 2, 1, 0]]
     assert op(given, moves, [6])[0].tolist() == [*expected, *expected]
     assert op([given[0].bool()], moves, [6])[0].tolist() == [[False, True, True, True, True, False]] * 2
     generator = random.Random(0)
-    for dtype in (torch.float32, torch.float16, torch.int32, torch.complex64):
+    for dtype in (
+        torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.uint8, torch.complex64,
+        torch.complex32, torch.float8_e5m2,
+    ):  # fmt: skip
         for _ in range(30):
-            rows: list[list[int]] = []
-            for _ in range(generator.randrange(8)):
-                length = generator.randrange(5)
-                start, target = generator.randrange(9 - length), generator.randrange(11 - length)
-                rows.append([generator.randrange(2), generator.randrange(2), start, target, length])
-            given = [torch.randint(-4, 5, (3, 8)).to(dtype) for _ in range(2)]  # whose sums are exact
-            outs = [torch.zeros(3, 10, dtype=dtype) for _ in range(2)]
-            for i, t, start, target, length in rows:
-                outs[t][:, target : target + length] += given[i][:, start : start + length]
-            plan_tensor = torch.tensor(rows, dtype=torch.int32).reshape(-1, 5)
-            assert_same(op(given, plan_tensor, [10, 10]), outs)
+            moves = random_moves(generator)
+            given = [torch.randint(-2, 3, (3, 8)).to(dtype).to(DEVICE) for _ in range(2)]  # whose sums are exact
+            assert_same(op(given, rows_of(moves), [10, 10]), summed(given, moves, [10, 10], dtype))
+            target = torch.complex128 if dtype.is_complex else torch.float64
+            assert_same(
+                op(given, rows_of(moves), [10, 10], 1, target), summed(given, moves, [10, 10], target)
+            )
+    # In the order stated, in float32.
+    moves = [[0, 0, at, 2, 5] for at in (3, 1, 0, 2, 1, 3)]
+    for dtype in (torch.float32, torch.float16, torch.complex64):
+        given = [filled((6, 8), dtype)]
+        sums = torch.float32 if dtype == torch.float16 else dtype
+        assert_same(op(given, rows_of(moves), [9]), summed(given, moves, [9], dtype, sums))
+    # Of integers and halves: not as halves.
+    given = [torch.tensor([[2049, 4097]], device=DEVICE), torch.tensor([[1.0, 3.0]], device=DEVICE).half()]
+    moves = rows_of([[0, 0, 0, 0, 2], [1, 0, 0, 0, 2], [1, 0, 0, 0, 2]])
+    assert op(given, moves, [2])[0].tolist() == [[2052, 4104]]
+
+
+def random_moves(generator: random.Random) -> list[list[int]]:
+    moves: list[list[int]] = []
+    for _ in range(generator.randrange(8)):
+        length = generator.randrange(5)
+        start, target = generator.randrange(9 - length), generator.randrange(11 - length)
+        moves.append([generator.randrange(2), generator.randrange(2), start, target, length])
+    return moves
+
+
+def summed(
+    given: Sequence[Tensor],
+    moves: Sequence[Sequence[int]],
+    widths: Sequence[int],
+    dtype: torch.dtype,
+    sums: torch.dtype | None = None,
+    key_dim: int = 1,
+) -> list[Tensor]:
+    sums = sums or (torch.complex128 if dtype.is_complex else torch.float64)
+    given = [v.cpu() for v in given]
+    return apply_moves(given, moves, widths, key_dim=key_dim, dtype=dtype, sum_dtype=sums)
+
+
+def check_transposed() -> None:
+    op, generator = torch.ops.torchrec_kt.regroup_transposed, random.Random(1)
+    for dtype in (torch.float32, torch.bfloat16):
+        for _ in range(20):
+            moves = random_moves(generator)
+            back = [[o, i, to, at, length] for i, o, at, to, length in moves]
+            given = [torch.randint(-2, 3, (3, 10)).to(dtype).to(DEVICE) for _ in range(2)]
+            assert_same(op(given, rows_of(moves), [8, 8]), summed(given, back, [8, 8], dtype))
+    permutes, _, _, widths = plan()
+    given = [filled((2, w, 3), torch.float32) for w in widths]
+    back = [[o, i, to, at, length] for i, o, at, to, length, _ in permutes.tolist()]
+    assert_same(
+        op(given, permutes, [8, 6], -2), summed(given, back, [8, 6], torch.float32, torch.float32, -2)
+    )
+    refuses(lambda: op(given[:1], permutes, [8, 6], 1), "there are 1 inputs and 2 outputs")
+    refuses(lambda: op(given, permutes, [8, 5], 1), "which has 5 columns")
 
 
 def check_refusals() -> None:
@@ -177,6 +258,8 @@ def check_refusals() -> None:
     # What no row uses is not looked at.
     used_only = [given[0], torch.empty(9)]
     assert_same(ops.regroup_by_keys(used_only, KEYS, WIDTHS, [["b"]]), [given[0][:, 3:]])
+    nothing = rows_of([[0, 0, 3, 0, 5], [1, 0, 0, 5, 0]])  # nor what a row of no columns names
+    assert_same(ops.regroup(used_only, nothing, [5]), [given[0][:, 3:]])
 
 
 def check_plans_are_told_apart() -> None:
@@ -190,20 +273,32 @@ def check_plans_are_told_apart() -> None:
     assert_same(op(given, [["a", "b:c"], ["x", "y"]], WIDTHS, [["a"]]), [given[0][:, :3]])
 
 
-def main(library: str) -> None:
+CHECKS = (
+    check_copies,
+    check_shapes_and_strides,
+    check_types,
+    check_sums_and_gaps,
+    check_transposed,
+    check_refusals,
+    check_plans_are_told_apart,
+)
+
+
+def main(checks: Sequence[Callable[[], None]] = CHECKS) -> str:
+    """Run the checks on the library and the device that the command line names; the former."""
+    global DEVICE
+    parser = argparse.ArgumentParser()
+    parser.add_argument("library")
+    parser.add_argument("--device", type=torch.device, default=DEVICE)
+    arguments = parser.parse_args()
+    DEVICE = arguments.device
     torch.manual_seed(0)
-    torch.ops.load_library(library)
-    for check in (
-        check_copies,
-        check_shapes_and_strides,
-        check_types,
-        check_sums_and_gaps,
-        check_refusals,
-        check_plans_are_told_apart,
-    ):
+    torch.ops.load_library(arguments.library)
+    for check in checks:
         check()
     assert not any(name.split(".")[0] == "torchrec_kt" for name in sys.modules)
+    return arguments.library
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()
