@@ -67,9 +67,7 @@ def build(name: str, source: Path = SOURCES, **defines: str) -> Path:
     """The folder of a CMake build; what has been built there before is used again."""
     folder = BUILDS / name
     with locked(folder):
-        run(
-            ["cmake", "-S", source, "-B", folder, "-G", "Ninja", *(f"-D{k}={v}" for k, v in defines.items())]
-        )
+        run(["cmake", "-S", source, "-B", folder, "-G", "Ninja", *(f"-D{k}={v}" for k, v in defines.items())])
         log = run(["cmake", "--build", folder]).stdout
         if "ptxas info" in log:
             (folder / "ptxas.log").write_text(log)

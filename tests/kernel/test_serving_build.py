@@ -47,7 +47,9 @@ def test_with_cuda_it_uses_the_stable_abi_alone(cuda_serving_library: Path) -> N
     assert [line.split()[-1] for line in lines if "cuda" in line and "device_type" not in line] == [
         "aoti_torch_get_current_cuda_stream"
     ]
-    assert "                 w aoti_torch_get_current_cuda_stream" in lines  # which a CPU build of torch lacks
+    assert (
+        "                 w aoti_torch_get_current_cuda_stream" in lines
+    )  # which a CPU build of torch lacks
     needed = re.findall(r"NEEDED.*\[(.*)\]", building.run(["readelf", "-d", cuda_serving_library]).stdout)
     assert needed[:2] == ["libtorch.so", "libtorch_cpu.so"]
     assert not [name for name in needed if "cuda" in name]

@@ -160,7 +160,9 @@ def check_sums_and_gaps() -> None:
     ):  # fmt: skip
         for _ in range(30):
             moves = random_moves(generator)
-            given = [torch.randint(-2, 3, (3, 8)).to(dtype).to(DEVICE) for _ in range(2)]  # whose sums are exact
+            given = [
+                torch.randint(-2, 3, (3, 8)).to(dtype).to(DEVICE) for _ in range(2)
+            ]  # whose sums are exact
             assert_same(op(given, rows_of(moves), [10, 10]), summed(given, moves, [10, 10], dtype))
             target = torch.complex128 if dtype.is_complex else torch.float64
             assert_same(

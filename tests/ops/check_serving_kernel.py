@@ -118,7 +118,9 @@ def check_alignment() -> None:
                     given: list[Tensor] = []
                     for n in (0, 1):
                         apart = (24 + pad) * rows + offset
-                        given.append(filled((apart,), dtype)[offset * (1 - n) :].as_strided((rows, 24), (24 + pad, 1)))
+                        given.append(
+                            filled((apart,), dtype)[offset * (1 - n) :].as_strided((rows, 24), (24 + pad, 1))
+                        )
                     poison(*(torch.empty(rows, w, dtype=dtype) for w in (24, 11)), copies=2)
                     with launching():
                         outs = regroup(given, plan, [24, 11])
@@ -152,7 +154,9 @@ def check_limits() -> None:
             assert_same(outs, summed(inputs, moves, [6], dtype, torch.float32))
     often = [[i % 2, 0, i % 3, 0, 4] for i in range(400)]
     with launching():
-        assert_same(regroup(given, rows_of(often), [4]), summed(given, often, [4], torch.float32, torch.float32))
+        assert_same(
+            regroup(given, rows_of(often), [4]), summed(given, often, [4], torch.float32, torch.float32)
+        )
     window = 1 << 24
     wide = torch.zeros(1, 1, dtype=torch.bfloat16, device=serving.DEVICE).expand(1, 112 * window)
     many = [[0, 0, i * window + i, 0, 4] for i in range(112)]
@@ -176,7 +180,9 @@ def check_limits() -> None:
         empty = [torch.empty(shape, device=serving.DEVICE)]
         length = shape[1] // 2
         with not_launching():
-            outs = regroup(empty, rows_of([[0, 0, length, 0, length], [0, 2, 0, 0, length]]), [length, 0, length])
+            outs = regroup(
+                empty, rows_of([[0, 0, length, 0, length], [0, 2, 0, 0, length]]), [length, 0, length]
+            )
         assert [tuple(o.shape) for o in outs] == [(shape[0], length), (shape[0], 0), (shape[0], length)]
     assert regroup(bytes_, rows_of([]), []) == []
     assert_same(regroup(bytes_, rows_of([]), [2]), [torch.zeros(1, 2, dtype=torch.uint8)])
@@ -235,7 +241,10 @@ def check_plans_are_read_once_and_again_when_they_change() -> None:
     plan = rows_of([[0, 0, 0, 0, 4]])
     assert_same(regroup(given, plan, [4]), [first])
     refuses(lambda: regroup(narrow, plan, [4]), "which has 3 columns")
-    assert_same(torch.ops.torchrec_kt.regroup_transposed([first], plan, [8]), [torch.cat([first, torch.zeros_like(first)], 1)])
+    assert_same(
+        torch.ops.torchrec_kt.regroup_transposed([first], plan, [8]),
+        [torch.cat([first, torch.zeros_like(first)], 1)],
+    )
     assert_same(regroup(given, plan, [4]), [first])
 
 
@@ -312,7 +321,10 @@ def check_memory_is_bounded() -> None:
     for width in widths:
         value = torch.ones(2, width)
         assert_same(regroup([value], rows_of([[0, 0, 0, 0, width]]), [width]), [value])
-    assert host.torchrec_kt_host_waits() - waits in (len(widths) // ENCODINGS_KEPT, len(widths) // ENCODINGS_KEPT + 1)
+    assert host.torchrec_kt_host_waits() - waits in (
+        len(widths) // ENCODINGS_KEPT,
+        len(widths) // ENCODINGS_KEPT + 1,
+    )
 
 
 def check_layouts_in_turns() -> None:
@@ -324,7 +336,9 @@ def check_layouts_in_turns() -> None:
         dtype = (torch.float32, torch.bfloat16, torch.int32, torch.complex64)[n % 4]
         shape = [3 + n % 3, 8] if n % 2 else [2, 8, 3]
         given = [torch.randint(-2, 3, shape).to(dtype).to(serving.DEVICE) for _ in range(2)]
-        cases.append((given, rows_of(moves), [10, 10 + n % 2], 1, summed(given, moves, [10, 10 + n % 2], dtype)))
+        cases.append(
+            (given, rows_of(moves), [10, 10 + n % 2], 1, summed(given, moves, [10, 10 + n % 2], dtype))
+        )
     failures: list[BaseException] = []
     barrier = threading.Barrier(6)
 
@@ -405,7 +419,8 @@ def check_operators_by_name_reach_the_kernel() -> None:
         with launching(2):
             assert_same(regroup(given, permutes.to(place), widths), expected)
             assert_same(
-                ops.permute_multi_embedding(given, permutes.to(place), in_shapes, out_shapes, widths), expected
+                ops.permute_multi_embedding(given, permutes.to(place), in_shapes, out_shapes, widths),
+                expected,
             )
 
 

@@ -65,9 +65,7 @@ def compile_for_kernel(
         return None
     try:
         common = functools.reduce(torch.promote_types, (inputs[i].dtype for i in used))
-        if any(inputs[i].dtype != common for i in used) and (
-            common != dtype or column_map.max_fan_in > 1
-        ):
+        if any(inputs[i].dtype != common for i in used) and (common != dtype or column_map.max_fan_in > 1):
             # Whole numbers beside halves are added and converted as they are, not as halves.
             common = torch.promote_types(accumulate_dtype(common), dtype)
     except RuntimeError:  # there is no such type, though there is one for the outputs
