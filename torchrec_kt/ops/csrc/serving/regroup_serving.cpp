@@ -4,10 +4,10 @@
 // this library instead, before it loads a model that calls them. Built on the LibTorch stable ABI, so
 // one binary serves every torch from 2.11 on. Inference only: there is no gradient.
 //
-// CUDA: the library of this package's CUDA kernels carries implementations of torchrec_kt::regroup for
-// CUDA tensors and no schemas. Load this library first and that one second; the operators below that
-// take names or plans call torchrec_kt::regroup through the dispatcher, so they follow the device of
-// the values, with a plan tensor that stays the same object from call to call.
+// CUDA: built with TORCHREC_KT_CUDA=ON, the library holds the CUDA kernel and regroup_kernel.cpp, which makes
+// and keeps the maps for it, and is all that a server loads for models on the CPU and on GPUs. It also loads
+// where there is no GPU and beside a CPU build of torch. Load models outside of c10::InferenceMode: plan tensors
+// made inside are read anew in every call, which waits for the device.
 
 #include <algorithm>
 #include <array>
