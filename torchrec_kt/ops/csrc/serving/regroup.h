@@ -27,6 +27,15 @@ using Ints = std::vector<int64_t>;
 constexpr int64_t kMoveFields = 5;
 constexpr int64_t kFbgemmFields = 6;
 
+// Calls an operator of torch's that has no overloads.
+template <class Result, class... Arguments>
+Result call(const char* name, const Arguments&... arguments) {
+  std::array<StableIValue, sizeof...(arguments)> stack{torch::stable::detail::from(arguments)...};
+  STD_TORCH_CHECK(
+      torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION) == AOTI_TORCH_SUCCESS, name, " failed");
+  return torch::stable::detail::to<Result>(stack[0]);
+}
+
 // --- plans -----------------------------------------------------------------------------------------
 
 struct Move {
@@ -179,12 +188,7 @@ inline int64_t check_values(const Tensors& values, const Ints& used, int64_t key
 // --- types -----------------------------------------------------------------------------------------
 
 inline ScalarType promote(ScalarType a, ScalarType b) {
-  if (a == b) {
-    return a;
-  }
-  std::array<StableIValue, 2> stack{torch::stable::detail::from(a), torch::stable::detail::from(b)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::promote_types", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<ScalarType>(stack[0]);
+  return a == b ? a : call<ScalarType>("aten::promote_types", a, b);
 }
 
 // The outputs' type where none is given. That of all inputs, since it must not depend on the plan's data.

@@ -4,7 +4,6 @@
 // after that copies nothing and waits for nothing.
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstring>
 #include <exception>
@@ -34,13 +33,6 @@ using torch::stable::detail::to;
 constexpr size_t kPlansRead = 64;
 constexpr size_t kMapsKept = 64;
 constexpr size_t kEncodingsKept = 256;  // of all maps, for every device and alignment that they meet
-
-template <class Result, class... Arguments>
-Result call(const char* name, const Arguments&... arguments) {
-  std::array<StableIValue, sizeof...(arguments)> stack{from(arguments)...};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
-  return to<Result>(stack[0]);
-}
 
 void refuse_in_capture(const Tensor& beside) {
   const int32_t device = beside.get_device_index();
