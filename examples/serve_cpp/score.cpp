@@ -74,7 +74,8 @@ int main(int argc, char** argv) {
     for (const std::string& library : libraries) {
       load_library(library);
     }
-    const at::Tensor scores = score(files[0], read_batch(files[1], device), device).to(at::kCPU, at::kFloat).contiguous();
+    const at::Tensor found = score(files[0], read_batch(files[1], device), device);
+    const at::Tensor scores = found.to(at::kCPU, at::kFloat).contiguous();
     for (int64_t n = 0; n < scores.numel(); ++n) {
       std::printf("%.9g\n", scores.const_data_ptr<float>()[n]);  // nine digits tell any two floats apart
     }

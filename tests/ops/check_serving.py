@@ -174,6 +174,12 @@ def check_sums_and_gaps() -> None:
         given = [filled((6, 8), dtype)]
         sums = torch.float32 if dtype == torch.float16 else dtype
         assert_same(op(given, rows_of(moves), [9]), summed(given, moves, [9], dtype, sums))
+    # Of whole inputs, which stay as they are.
+    for dtype in (torch.float32, torch.float16, torch.int64, torch.uint8):
+        given = [filled((3, 4), dtype) for _ in range(2)]
+        before, both = [v.clone() for v in given], [[0, 0, 0, 0, 4], [1, 0, 0, 0, 4]]
+        assert_same(op(given, rows_of(both), [4]), summed(before, both, [4], dtype))
+        assert_same(given, before)
     # Of integers and halves: not as halves.
     given = [torch.tensor([[2049, 4097]], device=DEVICE), torch.tensor([[1.0, 3.0]], device=DEVICE).half()]
     moves = rows_of([[0, 0, 0, 0, 2], [1, 0, 0, 0, 2], [1, 0, 0, 0, 2]])

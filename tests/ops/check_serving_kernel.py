@@ -230,10 +230,14 @@ def check_plans_are_read_once_and_again_when_they_change() -> None:
     numbers = torch.zeros(30, dtype=torch.int32)
     numbers[4::6] = 1
     numbers = numbers.to(serving.DEVICE)
-    ones = [torch.ones(1, 8, device=serving.DEVICE)]
-    assert regroup(ones, numbers.view(5, 6), [2])[0].tolist() == [[5, 0]]
-    numbers[10::6] = 0
-    assert regroup(ones, numbers.view(6, 5), [2])[0].tolist() == [[1, 0]]
+    ones = [torch.ones(1, 8, device=serving.DEVICE)] * 2
+    assert regroup(ones, numbers.view(5, 6), [2, 2])[0].tolist() == [[5, 0]]
+    assert regroup(ones, numbers.view(6, 5), [2, 2])[0].tolist() == [[1, 0]]
+    # A plan is another one the other way round.
+    plan, zeros = rows_of([[0, 0, 4, 0, 4]]), torch.zeros_like(first)
+    assert_same(regroup(given, plan, [8]), [torch.cat([second, zeros], 1)])
+    assert_same(torch.ops.torchrec_kt.regroup_transposed(given, plan, [8]), [torch.cat([zeros, first], 1)])
+    assert_same(regroup(given, plan, [8]), [torch.cat([second, zeros], 1)])
     # The widths of a call are part of it.
     for width in (4, 6, 4):
         assert regroup(given, rows_of([[0, 0, 0, 0, 4]]), [width])[0].shape == (3, width)
@@ -401,6 +405,9 @@ def check_capture() -> None:
     with captured():
         outs = regroup([apart], plan, [17])
     assert_same(outs, [apart[:, 9:]])
+    nothing = filled((0, 28), torch.float32)  # takes no map, so there is none to copy
+    with captured():
+        assert regroup([nothing], plan, [17])[0].shape == (0, 17)
     # Beneath what replays, maps are kept for good.
     for width in range(1, 2 * ENCODINGS_KEPT):
         regroup([filled((1, width), torch.uint8)], rows_of([[0, 0, 0, 0, width]]), [width])
@@ -442,6 +449,7 @@ def check_devices() -> None:
 
 
 CHECKS = (
+    check_memory_is_bounded,  # first, while little memory that was freed is at hand
     check_the_kernel_serves_copies_sums_and_casts,
     check_alignment,
     check_limits,
@@ -449,7 +457,6 @@ CHECKS = (
     check_a_plan_at_the_address_of_another,
     check_inference_plans_are_read_each_time,
     check_plans_kept_are_bounded,
-    check_memory_is_bounded,
     check_layouts_in_turns,
     check_capture,
     check_operators_by_name_reach_the_kernel,

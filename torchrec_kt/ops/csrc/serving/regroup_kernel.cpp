@@ -189,12 +189,12 @@ std::optional<Geometry> geometry_of(const Tensors& values, const PlanMap& map, i
   for (int64_t d = 0; d < first.dim(); ++d) {
     if (d != dim) (d < dim ? result.rows : result.inner) *= first.size(d);
   }
-  int64_t width = 0;
+  int64_t width = 0;  // not 0 in the end, since an input is used
   for (const int64_t columns : map.out_widths) {
     if (columns > kMaxPlainColumns - width) return std::nullopt;
     width += columns;
   }
-  if (result.rows == 0 || result.inner == 0 || width == 0) return std::nullopt;
+  if (result.rows == 0 || result.inner == 0) return std::nullopt;
   if (result.inner > 1 && result.inner > kMaxColumns / width) return std::nullopt;
 
   bool mixed = false;
@@ -281,11 +281,12 @@ Encoding encoded(const PlanMap& map, const Ints& logs, int64_t scale, int max_lo
 
 class Encodings {
  public:
-  // Calls `use` with the encoding for tensors that are aligned to 2^log elements, those of the outputs last.
+  // Calls `use` with the encoding for tensors that are aligned to 2^log elements, outputs last; no log is greater
+  // than that of the longest vector.
   template <class Use>
   Tensors with(
       const PlanMap& map, const Ints& logs, const Geometry& geometry, const Tensor& beside, const Use& use) {
-    const Key key{map.number, beside.get_device_index(), geometry.scale, geometry.max_log, logs};
+    const Key key{map.number, beside.get_device_index(), geometry.scale, logs};
     while (true) {
       {
         const std::shared_lock<std::shared_mutex> lock(mutex_);
@@ -300,7 +301,7 @@ class Encodings {
   }
 
  private:
-  using Key = std::tuple<int64_t, int32_t, int64_t, int, Ints>;
+  using Key = std::tuple<int64_t, int32_t, int64_t, Ints>;
 
   // Nobody launches anything while the lock is held alone. What was launched before, on any stream, may not have
   // read its map yet, and the memory would go to whoever asks next.
