@@ -19,6 +19,9 @@ else()
   set(TORCHREC_KT_WITH_CUDA ${TORCHREC_KT_CUDA})
 endif()
 
+if(TORCHREC_KT_WITH_CUDA OR TORCHREC_KT_HOST)
+  enable_language(CXX)
+endif()
 if(TORCHREC_KT_WITH_CUDA)
   # Set before the language is enabled, which would choose a single one. A first guess, narrowed below.
   set(given_architectures ${CMAKE_CUDA_ARCHITECTURES})
