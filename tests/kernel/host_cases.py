@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from tests.reference import (
     same_bytes,
     wide,
 )
-from torchrec_kt.ops import RegroupPlan, regroup_values
+from torchrec_kt.ops import RegroupPlan, kernel, regroup_values
 from torchrec_kt.ops.kernel import _MAX_TENSORS, _Program, compile_for_kernel
 from torchrec_kt.ops.plan import ColumnMap
 from torchrec_kt.ops.torch_impl import TensorMeta
@@ -189,7 +190,7 @@ def test_more_tensors_than_a_launch_takes(transposed: bool) -> None:
     program = program_for(values, column_map)
     assert program is not None
     assert_same(program(values), expected)
-    _, header = program.variant
+    header = program.variant.header
     assert header[4 + len(column_map.out_widths) + 2 * len(program.used)] > 1  # launches
 
 
@@ -495,6 +496,42 @@ def test_variants_for_alignments_are_bounded() -> None:
     for offsets in itertools.product((0, 1, 2, 4, 8), repeat=3):
         check_copies([placed(2, 16, torch.uint8, o, 16 * (1 + o)) for o in offsets], column_map)
     assert 1 < len(column_map.recipes["kernel"]) <= 32
+
+
+def test_dropped_maps_live_until_their_device_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnDevice:
+        device, nbytes = torch.device("cuda", 1), 8
+
+    on_device: Any = OnDevice()
+    waits: list[torch.device] = []
+
+    def wait(device: torch.device) -> None:
+        assert on_device in kernel._dropped
+        waits.append(device)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    gc.collect()
+    kernel._dropped[:] = [on_device]
+    values = [torch.randn(2, 8)]
+    encoded: list[weakref.ref[Tensor]] = []
+    for n in range(kernel._MAX_DROPPED + 2):
+        program = program_for(values, ColumnMap([(0, 0, 0, 0, 1 + n % 8)], [8], [9 + n]))
+        assert program is not None
+        encoded.append(weakref.ref(program.variant.encoded))
+        del program
+        freed = n >= kernel._MAX_DROPPED
+        assert [reference() is None for reference in encoded[:-2]] == [freed] * (len(encoded) - 2)
+        assert waits == [OnDevice.device] * freed
+
+
+def test_many_bytes_of_dropped_maps_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "_MAX_DROPPED_BYTES", 1000)
+    gc.collect()
+    kernel._dropped.clear()
+    values = [torch.randn(2, 1001)]
+    for n in range(20):
+        assert program_for(values, ColumnMap([(0, 0, 0, 0, 1001)], [1001], [1001 + n])) is not None
+        assert len(kernel._dropped) <= 2
 
 
 # --- the call -------------------------------------------------------------------------------------------

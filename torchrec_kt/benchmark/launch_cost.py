@@ -85,7 +85,8 @@ def measure(inputs: int, outputs: int, keys: int, rounds: int) -> Figures:
     program = next(iter(plan.column_map.calls.values())).program
     if not isinstance(program, kernel._Program):
         raise RuntimeError("the kernel is not what answers")
-    calls["ours, operator"] = lambda: torch.ops.torchrec_kt._apply_map(values, *program.variant, program.cast)
+    variant, apply_map = program.variant, torch.ops.torchrec_kt._apply_map
+    calls["ours, operator"] = lambda: apply_map(values, variant.encoded, variant.header, program.cast)
     fbgemm = _fbgemm(groups, layouts, values)
     if fbgemm is not None:
         theirs, arguments = fbgemm

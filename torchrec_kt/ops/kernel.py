@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -111,6 +112,37 @@ def _warn_once() -> None:
 _warned: list[bool] = []
 
 
+# Encoded maps that no plan holds any more. A kernel on any stream may still be reading one, and its memory
+# would go to whoever asks next, so none is freed before its device has been waited for.
+_dropped: list[Tensor] = []
+_freeing = threading.Lock()
+_MAX_DROPPED = 64
+_MAX_DROPPED_BYTES = 1 << 26
+
+
+class _Variant:
+    """An encoded map on its device, for tensors of one alignment, and its header."""
+
+    __slots__ = ("encoded", "header")
+
+    def __init__(self, encoded: Tensor, header: Tensor) -> None:
+        self.encoded = encoded
+        self.header = header
+
+    def __del__(self, drop: Callable[[Tensor], None] = _dropped.append) -> None:
+        drop(self.encoded)
+
+
+def _free_dropped() -> None:
+    with _freeing:
+        dropped = _dropped[:]
+        if len(dropped) > _MAX_DROPPED or sum(encoded.nbytes for encoded in dropped) > _MAX_DROPPED_BYTES:
+            for device in {encoded.device for encoded in dropped}:
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+            del _dropped[: len(dropped)]  # those that came meanwhile stand behind
+
+
 class _Program:
     """Applies one map to inputs of one set of shapes."""
 
@@ -166,11 +198,13 @@ class _Program:
 
     def __call__(self, values: Tensors) -> list[Tensor]:
         operands = values if self.plain else self._operands(values)
-        outs = torch.ops.torchrec_kt._apply_map(operands, *self.variant, self.cast)
+        variant = self.variant
+        outs = torch.ops.torchrec_kt._apply_map(operands, variant.encoded, variant.header, self.cast)
         if not outs and self.out_shapes:
             # A tensor starts or strides at an address that the vectors do not fit.
             logs = [self._alignment(v) for v in operands]
-            outs = torch.ops.torchrec_kt._apply_map(operands, *self._variant(logs), self.cast)
+            variant = self._variant(logs)
+            outs = torch.ops.torchrec_kt._apply_map(operands, variant.encoded, variant.header, self.cast)
         if self.parts:
             return [torch.view_as_complex(out.view(*shape, 2)) for out, shape in zip(outs, self.out_shapes)]
         return outs if self.flat else [out.view(shape) for out, shape in zip(outs, self.out_shapes)]
@@ -199,8 +233,7 @@ class _Program:
         lowest = (bits & -bits).bit_length() - 1 if bits else self.max_log
         return min(lowest, self.max_log)
 
-    def _variant(self, in_logs: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The encoded map on the device, and its header."""
+    def _variant(self, in_logs: Sequence[int]) -> _Variant:
         out_logs = [self._log_of(0, width * self.scale) for width in self.column_map.out_widths]
         key = (self.device, self.scale, self.max_log, *in_logs, *out_logs)
         variants = self.column_map.recipes.setdefault("kernel", {})
@@ -218,7 +251,8 @@ class _Program:
                     encoder_input(self.column_map, self.scale), dtype=torch.int64, device="cpu"
                 )
                 encoded, header = torch.ops.torchrec_kt._encode_map(pieces, logs, self.max_log)
-                found = encoded.to(self.device), header
+                found = _Variant(encoded.to(self.device), header)
+            _free_dropped()
             if len(variants) >= _MAX_VARIANTS:
                 variants.clear()
             variants[key] = found
