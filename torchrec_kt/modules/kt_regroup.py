@@ -145,8 +145,13 @@ class PermuteMultiEmbedding(TorchRecPermuteMultiEmbedding):
         self._layout_keys, self._layout_widths, self._key_dim = [], [], 1
 
 
+class _Lists(List[Any]):
+    """Lists that exporters take for a single value; through plain ones they walk item by item."""
+
+
 def _names(plan: RegroupPlan) -> Any:
-    return [list(layout.keys) for layout in plan.layouts], [list(layout.widths) for layout in plan.layouts]
+    keys, widths = zip(*plan.layouts) if plan.layouts else ((), ())
+    return _Lists(map(list, keys)), _Lists(map(list, widths))
 
 
 def _fits(names: List[str], lengths: List[int], keys: List[str], widths: List[int]) -> bool:
