@@ -10,7 +10,7 @@ keys that takes tenths of a second, and every call checks them one by one. Where
 import operator
 from collections import OrderedDict
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from ..ops.moves import device_of, graph_moves, moves_beside
 from ..ops.plan import RegroupPlan
+from ..ops.regroup import regroup_by_moves
 from ._inputs import PlanCache, common_key_dim, unpack
 
 try:
@@ -25,7 +26,7 @@ try:
 except ImportError:  # no release of torch promises to keep what it is made of
     dynamo: Any = None
 
-__all__ = ["moves_for", "numbered_plan", "values_and_plan"]
+__all__ = ["numbered_plan", "regroup_compiled"]
 
 _plans = PlanCache(size=64)
 # Compilers take numbers for constants, and plans not. A number is read by the compilation that asked for it.
@@ -33,16 +34,53 @@ _numbered: OrderedDict[int, RegroupPlan] = OrderedDict()
 _numbers = count()
 
 
-def values_and_plan(
-    keyed_tensors: list[KeyedTensor], groups: list[list[str]]
-) -> tuple[list[Tensor], int, int, tuple[int, ...], tuple[int, ...]]:
-    """Values, ``key_dim``, and of the plan its number, the widths of its outputs and the inputs it uses."""
+class HoldsMoves(Protocol):
+    """A module that keeps moves for graphs."""
+
+    def _moves_for_export(self) -> Tensor:
+        """The moves kept."""
+        ...
+
+    def _holds_moves(self, plan_number: int, device: torch.device) -> bool:
+        """Whether they are those of this plan, on this device."""
+        ...
+
+
+def regroup_compiled(
+    keyed_tensors: list[KeyedTensor],
+    groups: list[list[str]],
+    dtype: torch.dtype | None = None,
+    holder: HoldsMoves | None = None,
+) -> list[Tensor]:
+    """What the compilers of ``torch.compile`` and ``torch.export`` follow.
+
+    In one function as far as it goes: each call that they follow costs them some half a millisecond.
+    """
     plan_number, key_dim = -1, 1
     if dynamo is not None:
         dynamo.comptime(_look_up)  # sets both, where it can
     if plan_number >= 0:
+        values = [kt._values for kt in keyed_tensors]
         out_widths, used = _widths_and_inputs(plan_number)
-        return [kt._values for kt in keyed_tensors], key_dim, plan_number, out_widths, used
+    elif len(keyed_tensors) == 0 and len(groups) == 0:
+        return []
+    else:
+        values, plan_number, key_dim, out_widths, used = _look_up_step_by_step(keyed_tensors, groups)
+    device = device_of(values, used)
+    # A program that is exported takes the module's own buffer along. Compiled code does not: the module
+    # may hold another plan later, and nothing would tell the code to be compiled anew.
+    if holder is not None and torch.compiler.is_exporting() and holder._holds_moves(plan_number, device):
+        moves = holder._moves_for_export()
+    elif torch.compiler.is_dynamo_compiling():
+        moves = _moves(plan_number, device)
+    else:
+        moves = moves_beside(values, numbered_plan(plan_number).column_map)
+    return regroup_by_moves(values, moves, out_widths, used, key_dim, dtype)
+
+
+def _look_up_step_by_step(
+    keyed_tensors: list[KeyedTensor], groups: list[list[str]]
+) -> tuple[list[Tensor], int, int, tuple[int, ...], tuple[int, ...]]:
     unpacked = unpack(keyed_tensors)
     if unpacked is None:
         raise TypeError(
@@ -53,14 +91,7 @@ def values_and_plan(
     plan_number = _number(groups, names, [list(map(operator.index, row)) for row in widths])
     out_widths, used = _widths_and_inputs(plan_number)
     key_dim = common_key_dim(list(map(operator.index, dims)), values, used)
-    return values, key_dim, plan_number, out_widths, used
-
-
-def moves_for(plan_number: int, values: list[Tensor], used: tuple[int, ...]) -> Tensor:
-    """The moves of a plan as a constant of the graph, beside the values."""
-    if torch.compiler.is_dynamo_compiling():
-        return _moves(plan_number, device_of(values, used))
-    return moves_beside(values, numbered_plan(plan_number).column_map)
+    return values, plan_number, key_dim, out_widths, used
 
 
 def numbered_plan(plan_number: int) -> RegroupPlan:
@@ -92,7 +123,7 @@ def _moves(plan_number: int, device: torch.device) -> Tensor:
 
 
 def _look_up(context: Any) -> None:
-    """Set ``plan_number`` and ``key_dim`` of :func:`values_and_plan`, which is being compiled.
+    """Set ``plan_number`` and ``key_dim`` of :func:`regroup_compiled`, which is being compiled.
 
     Not where something is unusual, wrong, or differs in another release of torch: the compiler then
     follows the function, and guards added before hold all the same.

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from ..ops.regroup import apply_column_map, regroup_by_moves
-from ._compiled import moves_for, values_and_plan
+from ..ops.regroup import apply_column_map
+from ._compiled import regroup_compiled
 from ._inputs import PlanCache, check_names, common_key_dim, unpack
 
 __all__ = ["regroup", "regroup_as_dict"]
@@ -27,7 +27,7 @@ def _regroup(keyed_tensors: List[KeyedTensor], groups: List[List[str]]) -> List[
 @torch.jit.unused
 def _regroup_eagerly(keyed_tensors: List[KeyedTensor], groups: List[List[str]]) -> List[Tensor]:
     if torch.compiler.is_compiling():
-        return _regroup_compiled(keyed_tensors, groups)
+        return regroup_compiled(keyed_tensors, groups)
     unpacked = unpack(keyed_tensors)
     if unpacked is None:
         raise TypeError("keyed_tensors holds torch.fx proxies outside of tracing; expected KeyedTensors")
@@ -36,15 +36,6 @@ def _regroup_eagerly(keyed_tensors: List[KeyedTensor], groups: List[List[str]]) 
         return []
     column_map = _plans.find(groups, names, widths).plan.column_map
     return apply_column_map(values, column_map, None, common_key_dim(dims, values, column_map.used_inputs))
-
-
-@torch.jit.unused
-def _regroup_compiled(keyed_tensors: List[KeyedTensor], groups: List[List[str]]) -> List[Tensor]:
-    if len(keyed_tensors) == 0 and not groups:
-        return []
-    values, key_dim, plan_number, out_widths, used = values_and_plan(keyed_tensors, groups)
-    moves = moves_for(plan_number, values, used)
-    return regroup_by_moves(values, moves, out_widths, used, key_dim, None)
 
 
 def _regroup_scripted(keyed_tensors: List[KeyedTensor], groups: List[List[str]]) -> List[Tensor]:

@@ -13,10 +13,9 @@ from torchrec.modules.regroup import PermuteMultiEmbedding as TorchRecPermuteMul
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from ..ops.compat import plan_rows
-from ..ops.moves import device_of
 from ..ops.plan import ColumnMap, RegroupPlan
-from ..ops.regroup import apply_column_map, regroup_by_moves
-from ._compiled import moves_for, numbered_plan, values_and_plan
+from ..ops.regroup import apply_column_map
+from ._compiled import numbered_plan, regroup_compiled
 from ._inputs import CachedPlan, PlanCache, check_names, common_key_dim, unpack
 from .layout import Layout, read_layout
 
@@ -360,22 +359,17 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
 
     @torch.jit.unused
     def _regroup_compiled(self, keyed_tensors: List[KeyedTensor]) -> Dict[str, Tensor]:
-        """What the compilers of ``torch.compile`` and ``torch.export`` follow."""
-        if len(keyed_tensors) == 0 and not self._groups:
-            return {}
-        values, key_dim, plan_number, out_widths, used = values_and_plan(keyed_tensors, self._groups)
-        # A program that is exported takes the module's own buffer along. Compiled code does not: the
-        # module may show another plan later, and nothing would tell the code to be compiled anew.
-        if torch.compiler.is_exporting() and self._holds_moves(plan_number, device_of(values, used)):
-            moves = self._permute_pooled_embs_impl._permutes
-        else:
-            moves = moves_for(plan_number, values, used)
-        outputs = regroup_by_moves(values, moves, out_widths, used, key_dim, self._out_dtype)
-        return dict(zip(self._keys, outputs))
+        return dict(zip(self._keys, regroup_compiled(keyed_tensors, self._groups, self._out_dtype, self)))
+
+    @torch.jit.unused
+    def _moves_for_export(self) -> Tensor:
+        """The plan that exported programs take along, ``[moves, 6]``."""
+        return self._permute_pooled_embs_impl._permutes
 
     @torch.jit.unused
     @torch.compiler.assume_constant_result
     def _holds_moves(self, plan_number: int, device: torch.device) -> bool:
+        """Whether :meth:`_moves_for_export` has those of a plan, on a device."""
         plan = numbered_plan(plan_number)
         return plan == self._graph_plan and self._moves_held(device) is not None
 
