@@ -265,6 +265,80 @@ def test_lists_changed_in_the_code_that_is_compiled(
         assert same(compiled(*arguments()), changing(*arguments()))
 
 
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("callee", CALLEES)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_group_changed_under_another_name(
+    way: str, callee: str, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    WAYS[way](monkeypatch)
+    inner = CALLEES[callee]()
+
+    def changing(kts: Kts, group: list[str], groups: list[list[str]]) -> list[Tensor]:
+        group.reverse()
+        return inner(kts, groups)
+
+    kts = make_kts([(["a", "b"], [4, 4]), LAYOUT[1]])
+    compiled = torch.compile(changing, fullgraph=True, backend="eager")
+    for _ in range(2):
+        groups = [list(group) for group in GROUPS]
+        expected = [list(group) for group in GROUPS]
+        expected[place].reverse()
+        assert same(compiled(kts, groups[place], groups), reference(kts, expected))
+        assert groups == expected
+
+
+class Pair(nn.Module):
+    """Two modules with plans of their own, one of them used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = module(GROUPS), module([["d"], ["b", "a"]])
+
+    def forward(self, kts: Kts) -> list[Tensor]:
+        return [*self.first(kts).values(), *self.second(kts).values(), *self.first(kts[::-1]).values()]
+
+
+def pair(kts: Kts) -> list[Tensor]:
+    return [*regroup(kts, GROUPS), *regroup(kts, [["d"], ["b", "a"]]), *regroup(kts[::-1], GROUPS)]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("call", [Pair, lambda: pair], ids=["modules", "functions"])
+def test_several_plans_in_one_graph(call: Callable[[], Any], backend: str) -> None:
+    compiled = torch.compile(call(), fullgraph=True, backend=backend)
+    for batch in (3, 5):
+        kts = make_kts(batch=batch, grad=True)
+        expected = [
+            *reference(kts, GROUPS),
+            *reference(kts, [["d"], ["b", "a"]]),
+            *reference(kts, GROUPS),
+        ]
+        outs = compiled(kts)
+        assert same(outs, expected)
+        weights = [torch.randn_like(out) for out in outs]
+        got = torch.autograd.grad(outs, values_of(kts), weights)
+        exact = torch.autograd.grad(expected, values_of(kts), weights)
+        for a, b in zip(got, exact):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)  # sums of four terms, in another order
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_several_plans_in_one_exported_program(strict: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pair = Pair()
+
+        def forward(self, first: Tensor, second: Tensor) -> Any:
+            kts = [KeyedTensor(list(k), list(w), v) for (k, w), v in zip(LAYOUT, (first, second))]
+            return [*self.pair(kts), *pair(kts)]
+
+    kts = make_kts()
+    program = torch.export.export(Model(), tuple(values_of(kts)), strict=strict)
+    assert same(program.module()(*values_of(kts)), [*Pair()(kts), *pair(kts)])
+
+
 @pytest.mark.parametrize("callee", CALLEES)
 @pytest.mark.parametrize("way", WAYS)
 def test_inputs_that_disagree_on_key_dim(way: str, callee: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -871,3 +871,21 @@ def test_gradients_of_any_plan(raw: RawMap, batch: int, dtype: torch.dtype) -> N
     poison(*values, copies=4)
     actual = torch.autograd.grad(outs, values, grads)
     assert_same(actual, apply_dense(grads, matrix.T, raw.in_widths))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_several_plans_in_one_compiled_graph(backend: str) -> None:
+    torch._dynamo.reset()
+    plans = [
+        RegroupPlan.build(layouts=[(["a", "b"], [2, 3])], groups=[[key], ["b", "a"]]) for key in ("a", "b")
+    ]
+
+    def regroup_all(values: Tensor) -> list[Tensor]:
+        return [out for plan in (*plans, plans[0]) for out in regroup_values([values], plan)]
+
+    compiled = torch.compile(regroup_all, fullgraph=True, backend=backend)
+    for batch in (3, 5):
+        values = torch.randn(batch, 5)
+        assert all(map(torch.equal, compiled(values), regroup_all(values)))
+    plans[:] = plans[::-1]  # another plan in the same place is another graph
+    assert all(map(torch.equal, compiled(values), regroup_all(values)))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from ..ops.moves import device_of, graph_moves, moves_beside
+from ..ops.moves import device_of, graph_moves, hold_in_graph, moves_beside
 from ..ops.plan import RegroupPlan
 from ..ops.regroup import regroup_by_moves
 from ._inputs import PlanCache, common_key_dim, unpack
@@ -56,7 +56,7 @@ def regroup_compiled(
 
     In one function as far as it goes: each call that they follow costs them some half a millisecond.
     """
-    plan_number, key_dim = -1, 1
+    plan_number, key_dim, moves = -1, 1, None
     if dynamo is not None:
         dynamo.comptime(_look_up)  # sets both, where it can
     if plan_number >= 0:
@@ -72,7 +72,10 @@ def regroup_compiled(
     if holder is not None and torch.compiler.is_exporting() and holder._holds_moves(plan_number, device):
         moves = holder._moves_for_export()
     elif torch.compiler.is_dynamo_compiling():
-        moves = _moves(plan_number, device)
+        if dynamo is not None:
+            dynamo.comptime(_hold_moves)  # sets them, where it can
+        if moves is None:
+            moves = _moves(plan_number, device)
     else:
         moves = moves_beside(values, numbered_plan(plan_number).column_map)
     return regroup_by_moves(values, moves, out_widths, used, key_dim, dtype)
@@ -120,6 +123,15 @@ def _widths_and_inputs(plan_number: int) -> tuple[tuple[int, ...], tuple[int, ..
 @torch.compiler.assume_constant_result
 def _moves(plan_number: int, device: torch.device) -> Tensor:
     return graph_moves(numbered_plan(plan_number).column_map, device)
+
+
+def _hold_moves(context: Any) -> None:
+    """Set ``moves`` of :func:`regroup_compiled` to a constant of the graph."""
+    try:
+        plan_number, device = dynamo.constants(context, "plan_number", "device")
+        hold_in_graph(context, "moves", graph_moves(numbered_plan(plan_number).column_map, device))
+    except Exception:
+        return
 
 
 def _look_up(context: Any) -> None:

@@ -19,7 +19,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-__all__ = ["GuardedCall", "comptime", "guarded_call", "set_locals"]
+__all__ = ["GuardedCall", "comptime", "constants", "guarded_call", "set_locals"]
 
 
 class GuardedCall(NamedTuple):
@@ -53,6 +53,12 @@ def guarded_call(context: ComptimeContext, keyed_tensors: str, groups: str) -> G
     return call
 
 
+def constants(context: ComptimeContext, *names: str) -> list[Any]:
+    """What these local variables hold, which the compiler knows."""
+    compiler: Any = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    return [compiler.symbolic_locals[name].as_python_constant() for name in names]
+
+
 def set_locals(context: ComptimeContext, **values: int) -> None:
     """Give local variables of the function that is being compiled these constants."""
     compiler: Any = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
@@ -73,9 +79,11 @@ def _guarded(compiler: Any, variable: Any) -> Any:
             variable = variable.realize()
         else:
             value = variable.peek_value()
-            # An object that the function has changed is known by its identity; its value here is the old one.
-            if _is_plain(value) and value not in compiler.output.side_effects:
-                install_guard(variable.original_source().make_guard(GuardBuilder.EQUALS_MATCH))
+            if _is_plain(value) and not _is_tracked(compiler, value):
+                source = variable.original_source()
+                install_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
+                # Where code of a region is used again, what it read is compared; torch 2.11 does not do that yet.
+                getattr(compiler.output.current_tracer, "traced_sources", set()).add(source)
                 return value
             variable = variable.realize()
     if type(variable) is ConstantVariable:
@@ -89,6 +97,13 @@ def _guarded(compiler: Any, variable: Any) -> Any:
 
 def _is_list(variable: Any) -> bool:
     return isinstance(variable, (ListVariable, TupleVariable))
+
+
+def _is_tracked(compiler: Any, value: Any) -> bool:
+    """Whether the function may have changed a list, under whatever name; its value here is the old one."""
+    if type(value) is not list:
+        return False
+    return value in compiler.output.side_effects or any(_is_tracked(compiler, item) for item in value)
 
 
 def _is_plain(value: Any) -> bool:

@@ -18,7 +18,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import plan as _plan
 from .plan import ColumnMap
 
-__all__ = ["FBGEMM_FIELDS", "column_map_from_moves", "device_of", "graph_moves", "moves_beside", "recording"]
+__all__ = [
+    "FBGEMM_FIELDS",
+    "column_map_from_moves",
+    "device_of",
+    "graph_moves",
+    "hold_in_graph",
+    "moves_beside",
+    "recording",
+]
 
 _plan.in_graph = torch.compiler.is_dynamo_compiling
 
@@ -54,8 +62,11 @@ def moves_beside(values: Sequence[Tensor], column_map: ColumnMap) -> Tensor:
         return graph_moves(column_map, _CPU)
     device = device_of(values, column_map.used_inputs)
     if torch.compiler.is_dynamo_compiling():
-        # A map built inside of the graph is known to the compiler alone.
-        return _new_moves(column_map, device) if column_map.in_graph else graph_moves(column_map, device)
+        if column_map.in_graph:  # the compiler alone knows a map built inside of the graph
+            return _new_moves(column_map, device)
+        moves = None
+        torch._dynamo.comptime.comptime(_hold_moves)  # sets it, where it can  # pyright: ignore[reportAttributeAccessIssue]
+        return graph_moves(column_map, device) if moves is None else moves
     mode = detect_fake_mode(values)
     if mode is None:
         return graph_moves(column_map, device)
@@ -89,6 +100,40 @@ def graph_moves(column_map: ColumnMap, device: torch.device) -> Tensor:
                 if state is not None:
                     _set_tracing_state(state)
     return found
+
+
+def hold_in_graph(context: Any, local: str, tensor: Tensor) -> None:
+    """Make a tensor a constant of the graph that is being compiled, held by a local variable.
+
+    What a function marked as constant returns becomes one too, but under the name of that function, and
+    of constants that share a name the compilers behind the first allow one in a graph: so these have names of
+    their own.
+
+    Args:
+        context: what the compiler's hook, ``comptime``, is given.
+        local: the name of the variable in the function that calls the hook.
+    """
+    from torch._dynamo.source import ConstantSource
+
+    compiler = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    name = f"moves_{len(compiler.output.nn_modules)}"
+    compiler.symbolic_locals[local] = compiler.output.register_attr_or_module(
+        tensor, name, source=ConstantSource(name)
+    )
+
+
+def _hold_moves(context: Any) -> None:
+    """Set ``moves`` in :func:`moves_beside`; not where something differs in another release of torch."""
+    try:
+        local = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().symbolic_locals
+        column_map, device = local["column_map"].realize(), local["device"].as_python_constant()
+        if column_map.source is not None:
+            from torch._dynamo.guards import GuardBuilder, install_guard
+
+            install_guard(column_map.make_guard(GuardBuilder.ID_MATCH))
+        hold_in_graph(context, "moves", graph_moves(column_map.value, device))
+    except Exception:
+        return
 
 
 def _new_moves(column_map: ColumnMap, device: torch.device) -> Tensor:
