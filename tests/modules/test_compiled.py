@@ -379,6 +379,36 @@ def test_unknown_keys_are_named(way: str, callee: str, monkeypatch: pytest.Monke
         call(make_kts(), [["a"], ["nowhere"]])
 
 
+WRONG: dict[str, tuple[list[list[str]], type[Exception], str]] = {
+    "unknown": ([["a"], ["nowhere"]], KeyError, "key 'nowhere', named by groups"),
+    "ambiguous": ([["a"], ["twice"]], ValueError, "appears more than once"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("callee", CALLEES)
+@pytest.mark.parametrize("way", WAYS)
+def test_exceptions_are_those_of_eager_calls(
+    way: str, callee: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    WAYS[way](monkeypatch)
+    groups, exception, message = WRONG[wrong]
+    inner = CALLEES[callee]()
+    kts = make_kts([(["a", "twice"], [3, 5]), (["b", "twice"], [2, 4])])
+
+    def catching(kts: Kts, groups: list[list[str]]) -> list[Tensor]:
+        try:
+            return inner(kts, groups)
+        except exception:
+            return inner(kts, [["b"], ["a"]])
+
+    with pytest.raises(exception, match=message):
+        torch.compile(inner, backend="eager")(kts, groups)
+    caught = torch.compile(catching, fullgraph=True, backend="eager")
+    assert same(caught(kts, groups), reference([kts[0], kts[1]], [["b"], ["a"]]))
+    assert same(caught(kts, [["a"], ["b"]]), reference(kts, [["a"], ["b"]]))
+
+
 @pytest.mark.parametrize("way", ["in one step", "without the compiler's hook"])
 def test_many_compilations(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     WAYS[way](monkeypatch)

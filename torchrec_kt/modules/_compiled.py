@@ -17,7 +17,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from ..ops.moves import device_of, graph_moves, hold_in_graph, moves_beside
-from ..ops.plan import RegroupPlan
+from ..ops.plan import RegroupPlan, UnknownKeyError
 from ..ops.regroup import regroup_by_moves
 from ._inputs import PlanCache, common_key_dim, unpack
 
@@ -91,7 +91,14 @@ def _look_up_step_by_step(
         )
     names, widths, values, dims = unpacked
     # Integers that the compiler would let vary become constants.
-    plan_number = _number(groups, names, [list(map(operator.index, row)) for row in widths])
+    widths = [list(map(operator.index, row)) for row in widths]
+    plan_number, kind, message = _number(groups, names, widths)
+    if plan_number < 0:  # raised here, the compiler knows the exception, so that compiled code may catch it
+        if kind == "UnknownKeyError":
+            raise UnknownKeyError(message)
+        if kind == "TypeError":
+            raise TypeError(message)
+        raise ValueError(message)
     out_widths, used = _widths_and_inputs(plan_number)
     key_dim = common_key_dim(list(map(operator.index, dims)), values, used)
     return values, plan_number, key_dim, out_widths, used
@@ -106,12 +113,17 @@ def numbered_plan(plan_number: int) -> RegroupPlan:
 
 
 @torch.compiler.assume_constant_result
-def _number(groups: Any, names: Any, widths: Any) -> int:
+def _number(groups: Any, names: Any, widths: Any) -> tuple[int, str, str]:
+    """The number of the plan for these; or -1, and the name and text of the exception."""
+    try:
+        plan = _plans.find(groups, names, widths).plan
+    except (KeyError, TypeError, ValueError) as error:
+        return -1, type(error).__name__, str(error)
     number = next(_numbers)
-    _numbered[number] = _plans.find(groups, names, widths).plan
+    _numbered[number] = plan
     if len(_numbered) > 64:
         _numbered.popitem(last=False)
-    return number
+    return number, "", ""
 
 
 @torch.compiler.assume_constant_result
@@ -143,7 +155,7 @@ def _look_up(context: Any) -> None:
     try:
         call = dynamo.guarded_call(context, "keyed_tensors", "groups")
         if call is not None and call.dims.count(call.dims[0]) == len(call.dims):
-            number = _number(call.groups, call.names, call.widths)
+            number, _, _ = _number(call.groups, call.names, call.widths)
             dynamo.set_locals(context, key_dim=call.dims[0], plan_number=number)
     except Exception:
         return
