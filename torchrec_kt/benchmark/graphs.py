@@ -135,9 +135,9 @@ def number_of_graphs(name: str, takes: str, dynamic: bool | None, workload: Work
     return counter.frame_count
 
 
-def measure(workload: Workload, rounds: int) -> list[dict[str, Any]]:
+def measure(workload: Workload, rounds: int, only: str = "") -> list[dict[str, Any]]:
     """One row per way and state."""
-    cases = [(way, state) for way, (states, _) in WAYS.items() for state in states]
+    cases = [(way, state) for way, (states, _) in WAYS.items() if only in way for state in states]
     rows: list[dict[str, Any]] = []
     for way, state in track(cases, description="timing"):
         times: dict[str, list[float]] = {name: [] for name in MODULES}
@@ -200,6 +200,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the results here")
     parser.add_argument(
+        "--only", default="", metavar="WORD", help="only the ways whose name holds this; all by default"
+    )
+    parser.add_argument(
         "--readme", type=Path, metavar="PATH", help="also write the tables between the marks of this file"
     )
     args = parser.parse_args(argv)
@@ -208,7 +211,7 @@ def main(argv: list[str] | None = None) -> None:
         "workload": args.workload,
         "rounds": args.rounds,
         "batches": BATCHES,
-        "times": measure(workloads[args.workload], args.rounds),
+        "times": measure(workloads[args.workload], args.rounds, args.only),
         "graphs": graph_counts(workloads[args.counts_workload]),
     }
     console = Console()

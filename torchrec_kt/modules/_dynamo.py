@@ -76,7 +76,7 @@ def _guarded(compiler: Any, variable: Any) -> Any:
     # Among thousands of names isinstance() counts: the compiler's classes answer it in Python.
     if issubclass(type(variable), LazyVariableTracker):
         if variable.is_realized():
-            variable = variable.realize()
+            variable = variable.unwrap()
         else:
             value = variable.peek_value()
             if _is_plain(value) and not _is_tracked(compiler, value):

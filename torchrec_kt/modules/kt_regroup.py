@@ -25,6 +25,10 @@ __all__ = ["KTRegroupAsDict", "PermuteMultiEmbedding"]
 _PLANS_PER_MODULE = 8
 
 
+class _Lists(List[Any]):
+    """Lists that exporters take for a single value; through plain ones they walk item by item."""
+
+
 class PermuteMultiEmbedding(TorchRecPermuteMultiEmbedding):
     """Holds one plan as tensors and applies it: the part of :class:`KTRegroupAsDict` that graphs see.
 
@@ -39,6 +43,7 @@ class PermuteMultiEmbedding(TorchRecPermuteMultiEmbedding):
 
     def __init__(self, groups: List[List[str]], multi_device: bool = False) -> None:
         super().__init__(groups, multi_device)
+        self._groups = _Lists(groups)
         # What the plan was made for: kept beside it, since shallow copies of the owner share both.
         self._layout_keys = []
         self._layout_widths = []
@@ -142,10 +147,6 @@ class PermuteMultiEmbedding(TorchRecPermuteMultiEmbedding):
         self._out_shapes = torch.empty(0, dtype=torch.int32, device=device)
         self._out_lengths = None
         self._layout_keys, self._layout_widths, self._key_dim = [], [], 1
-
-
-class _Lists(List[Any]):
-    """Lists that exporters take for a single value; through plain ones they walk item by item."""
 
 
 def _names(plan: RegroupPlan) -> Any:
