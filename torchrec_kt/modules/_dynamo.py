@@ -1,8 +1,9 @@
 """One guard for a list of names or widths, in place of one for each of its items.
 
 The compiler of ``torch.compile`` knows a list of an input item by item, and guards each item as soon as
-something looks at it. Its hook ``comptime`` is meant for adding guards by hand, among other uses; this
-file alone uses what lies behind that hook, which may change with any release of torch.
+something looks at it. Its hook ``comptime`` is meant for adding guards by hand, among other uses; what
+lies behind that hook may change with any release of torch. It is used here and, for constants of graphs,
+in :mod:`torchrec_kt.ops.moves`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch._dynamo.variables.lists import ListVariable, TupleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torchrec.sparse.jagged_tensor import KeyedTensor
+
+from ..ops.moves import compiler_behind
 
 __all__ = ["GuardedCall", "comptime", "constants", "guarded_call", "set_locals"]
 
@@ -37,7 +40,7 @@ def guarded_call(context: ComptimeContext, keyed_tensors: str, groups: str) -> G
     Returns:
         None unless the first is a list of one or more KeyedTensors.
     """
-    compiler: Any = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    compiler = compiler_behind(context)
     local: dict[str, Any] = compiler.symbolic_locals
     inputs = local[keyed_tensors].realize()
     if not _is_list(inputs) or not inputs.items:
@@ -55,13 +58,13 @@ def guarded_call(context: ComptimeContext, keyed_tensors: str, groups: str) -> G
 
 def constants(context: ComptimeContext, *names: str) -> list[Any]:
     """What these local variables hold, which the compiler knows."""
-    compiler: Any = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    compiler = compiler_behind(context)
     return [compiler.symbolic_locals[name].as_python_constant() for name in names]
 
 
 def set_locals(context: ComptimeContext, **values: int) -> None:
     """Give local variables of the function that is being compiled these constants."""
-    compiler: Any = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    compiler = compiler_behind(context)
     for name, value in values.items():
         compiler.symbolic_locals[name] = VariableTracker.build(compiler, value)
 

@@ -21,6 +21,7 @@ from .plan import ColumnMap
 __all__ = [
     "FBGEMM_FIELDS",
     "column_map_from_moves",
+    "compiler_behind",
     "device_of",
     "graph_moves",
     "hold_in_graph",
@@ -102,6 +103,11 @@ def graph_moves(column_map: ColumnMap, device: torch.device) -> Tensor:
     return found
 
 
+def compiler_behind(context: Any) -> Any:
+    """The compiler whose hook, ``comptime``, is given this; nothing of it is promised to stay."""
+    return context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+
+
 def hold_in_graph(context: Any, local: str, tensor: Tensor) -> None:
     """Make a tensor a constant of the graph that is being compiled, held by a local variable.
 
@@ -115,7 +121,7 @@ def hold_in_graph(context: Any, local: str, tensor: Tensor) -> None:
     """
     from torch._dynamo.source import ConstantSource
 
-    compiler = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    compiler = compiler_behind(context)
     name = f"moves_{len(compiler.output.nn_modules)}"
     compiler.symbolic_locals[local] = compiler.output.register_attr_or_module(
         tensor, name, source=ConstantSource(name)
@@ -125,7 +131,7 @@ def hold_in_graph(context: Any, local: str, tensor: Tensor) -> None:
 def _hold_moves(context: Any) -> None:
     """Set ``moves`` in :func:`moves_beside`; not where something differs in another release of torch."""
     try:
-        local = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().symbolic_locals
+        local = compiler_behind(context).symbolic_locals
         column_map, device = local["column_map"].realize(), local["device"].as_python_constant()
         if column_map.source is not None:
             from torch._dynamo.guards import GuardBuilder, install_guard

@@ -1,4 +1,4 @@
-// torchrec_kt::regroup on the kernel, without Python: what ops/kernel.py and ops/regroup.py do around it.
+// torchrec_kt::regroup on the kernel, without Python: what ops/kernel.py and ops/moves.py do around it.
 //
 // A plan on the device is copied to the host once, a map is encoded and copied to the device once; a call
 // after that copies nothing and waits for nothing.
