@@ -56,12 +56,11 @@ def regroup_compiled(
 
     In one function as far as it goes: each call that they follow costs them some half a millisecond.
     """
-    plan_number, key_dim, moves = -1, 1, None
+    plan_number, key_dim, out_widths, used, moves = -1, 1, (), (), None
     if dynamo is not None:
-        dynamo.comptime(_look_up)  # sets both, where it can
+        dynamo.comptime(_look_up)  # sets all but the moves, where it can
     if plan_number >= 0:
         values = [kt._values for kt in keyed_tensors]
-        out_widths, used = _widths_and_inputs(plan_number)
     elif len(keyed_tensors) == 0 and len(groups) == 0:
         return []
     else:
@@ -147,7 +146,7 @@ def _hold_moves(context: Any) -> None:
 
 
 def _look_up(context: Any) -> None:
-    """Set ``plan_number`` and ``key_dim`` of :func:`regroup_compiled`, which is being compiled.
+    """Set what :func:`regroup_compiled`, which is being compiled, has to know of its plan.
 
     Not where something is unusual, wrong, or differs in another release of torch: the compiler then
     follows the function, and guards added before hold all the same.
@@ -156,6 +155,10 @@ def _look_up(context: Any) -> None:
         call = dynamo.guarded_call(context, "keyed_tensors", "groups")
         if call is not None and call.dims.count(call.dims[0]) == len(call.dims):
             number, _, _ = _number(call.groups, call.names, call.widths)
-            dynamo.set_locals(context, key_dim=call.dims[0], plan_number=number)
+            if number >= 0:
+                out_widths, used = _widths_and_inputs(number)
+                dynamo.set_locals(
+                    context, plan_number=number, key_dim=call.dims[0], out_widths=out_widths, used=used
+                )
     except Exception:
         return

@@ -22,6 +22,8 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from ..ops.moves import compiler_behind
 
+_PLAIN = frozenset((str, int))
+
 __all__ = ["GuardedCall", "comptime", "constants", "guarded_call", "set_locals"]
 
 
@@ -62,7 +64,7 @@ def constants(context: ComptimeContext, *names: str) -> list[Any]:
     return [compiler.symbolic_locals[name].as_python_constant() for name in names]
 
 
-def set_locals(context: ComptimeContext, **values: int) -> None:
+def set_locals(context: ComptimeContext, **values: int | tuple[int, ...]) -> None:
     """Give local variables of the function that is being compiled these constants."""
     compiler = compiler_behind(context)
     for name, value in values.items():
@@ -76,8 +78,7 @@ def _attribute(compiler: Any, variable: Any, name: str) -> Any:
 
 def _guarded(compiler: Any, variable: Any) -> Any:
     """What a variable holds, with a guard on it."""
-    # Among thousands of names isinstance() counts: the compiler's classes answer it in Python.
-    if issubclass(type(variable), LazyVariableTracker):
+    if isinstance(variable, LazyVariableTracker):
         if variable.is_realized():
             variable = variable.unwrap()
         else:
@@ -89,10 +90,12 @@ def _guarded(compiler: Any, variable: Any) -> Any:
                 getattr(compiler.output.current_tracer, "traced_sources", set()).add(source)
                 return value
             variable = variable.realize()
-    if type(variable) is ConstantVariable:
-        return variable.value
     if _is_list(variable):
-        return [_guarded(compiler, item) for item in variable.items]
+        # Most items of a list that was looked at are constants; at a thousand names a call for each counts.
+        known = [item.unwrap() for item in variable.items]
+        return [
+            item.value if type(item) is ConstantVariable else _guarded(compiler, item) for item in known
+        ]
     if isinstance(variable, SymNodeVariable):
         return variable.evaluate_expr()
     return variable.as_python_constant()
@@ -106,11 +109,13 @@ def _is_tracked(compiler: Any, value: Any) -> bool:
     """Whether the function may have changed a list, under whatever name; its value here is the old one."""
     if type(value) is not list:
         return False
-    return value in compiler.output.side_effects or any(_is_tracked(compiler, item) for item in value)
+    return value in compiler.output.side_effects or any(
+        _is_tracked(compiler, item) for item in value if type(item) is list
+    )
 
 
 def _is_plain(value: Any) -> bool:
     """Whether equal values are interchangeable: names, integers, and lists of them."""
-    if type(value) is list:
-        return all(map(_is_plain, value))
-    return type(value) in (str, int)
+    if type(value) is not list:
+        return type(value) in _PLAIN
+    return _PLAIN.issuperset(map(type, value)) or all(map(_is_plain, value))

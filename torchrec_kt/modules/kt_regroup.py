@@ -300,7 +300,12 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
         """
         if not torch.jit.is_scripting():
             if torch.compiler.is_compiling():
-                return self._regroup_compiled(keyed_tensors)
+                # Here, and without dict(): each call that a compiler follows costs it time.
+                named: Dict[str, Tensor] = {}
+                outputs = regroup_compiled(keyed_tensors, self._groups, self._out_dtype, self)
+                for key, output in zip(self._keys, outputs):
+                    named[key] = output
+                return named
             regrouped = self._regroup_eagerly(keyed_tensors)
             if regrouped is not None:
                 return regrouped
@@ -357,10 +362,6 @@ class KTRegroupAsDict(TorchRecKTRegroupAsDict):
         if self._last is None or found.plan is not self._graph_plan or key_dim != self._dim:
             self._remember(found, key_dim)
         return dict(zip(self._keys, outputs))
-
-    @torch.jit.unused
-    def _regroup_compiled(self, keyed_tensors: List[KeyedTensor]) -> Dict[str, Tensor]:
-        return dict(zip(self._keys, regroup_compiled(keyed_tensors, self._groups, self._out_dtype, self)))
 
     @torch.jit.unused
     def _moves_for_export(self) -> Tensor:

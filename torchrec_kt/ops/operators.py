@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from .moves import column_map_from_moves
@@ -35,6 +36,11 @@ from .regroup import (
     wants_autograd,
 )
 from .torch_impl import TensorMeta
+
+try:
+    from torch._subclasses.fake_tensor import in_kernel_invocation_manager as _beneath
+except ImportError:  # not promised to stay
+    _beneath: Any = None
 
 __all__ = ["LIBRARY"]
 
@@ -90,9 +96,17 @@ def _regroup_fake(
     _check_out_widths(out_widths)
     result = promoted_dtype(values, every) if dtype is None else dtype
     shape = values[0].shape
-    return [
-        values[0].new_empty((*shape[:dim], width, *shape[dim + 1 :]), dtype=result) for width in out_widths
-    ]
+    shapes = [(*shape[:dim], width, *shape[dim + 1 :]) for width in out_widths]
+    return _empty_beside(values[0], shapes, result)
+
+
+def _empty_beside(value: Tensor, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
+    if _beneath is None or type(value) is not FakeTensor:
+        return [value.new_empty(shape, dtype=dtype) for shape in shapes]
+    # Through the mode, each would cost a compilation nearly a millisecond where the batch is symbolic.
+    with _beneath(value.fake_mode):
+        metas = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
+    return [FakeTensor(value.fake_mode, meta, value.device) for meta in metas]
 
 
 @contextmanager
