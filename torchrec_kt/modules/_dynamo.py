@@ -1,7 +1,8 @@
 """One guard for a list of names or widths, in place of one for each of its items.
 
 The compiler of ``torch.compile`` knows a list of an input item by item, and guards each item as soon as
-something looks at it. Its hook ``comptime`` is meant for adding guards by hand, among other uses; what
+something looks at it, as the constructor of KeyedTensors does. At a thousand keys these guards are a good part of
+the time of a compilation, and every call checks them. Its hook ``comptime`` is meant for adding guards by hand, among other uses; what
 lies behind that hook may change with any release of torch. It is used here and, for constants of graphs,
 in :mod:`torchrec_kt.ops.moves`.
 """
@@ -23,6 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 from ..ops.moves import compiler_behind
 
 _PLAIN = frozenset((str, int))
+_ON_VALUES = frozenset(("CONSTANT_MATCH", "EQUALS_MATCH"))
 
 __all__ = ["GuardedCall", "comptime", "constants", "guarded_call", "set_locals"]
 
@@ -47,14 +49,16 @@ def guarded_call(context: ComptimeContext, keyed_tensors: str, groups: str) -> G
     inputs = local[keyed_tensors].realize()
     if not _is_list(inputs) or not inputs.items:
         return None
-    call = GuardedCall([], [], [], _guarded(compiler, local[groups]))
+    whole: set[Any] = set()
+    call = GuardedCall([], [], [], _guarded(compiler, local[groups], whole))
     for item in inputs.items:
         kt: Any = item.realize()
         if not isinstance(kt, UserDefinedObjectVariable) or type(kt.value) is not KeyedTensor:
             return None
-        call.names.append(_guarded(compiler, _attribute(compiler, kt, "_keys")))
-        call.widths.append(_guarded(compiler, _attribute(compiler, kt, "_length_per_key")))
-        call.dims.append(_guarded(compiler, _attribute(compiler, kt, "_key_dim")))
+        call.names.append(_guarded(compiler, _attribute(compiler, kt, "_keys"), whole))
+        call.widths.append(_guarded(compiler, _attribute(compiler, kt, "_length_per_key"), whole))
+        call.dims.append(_guarded(compiler, _attribute(compiler, kt, "_key_dim"), whole))
+    _drop_guards_of_items(compiler, whole)
     return call
 
 
@@ -76,29 +80,64 @@ def _attribute(compiler: Any, variable: Any, name: str) -> Any:
     return VariableTracker.build(compiler, getattr).call_function(compiler, arguments, {})
 
 
-def _guarded(compiler: Any, variable: Any) -> Any:
-    """What a variable holds, with a guard on it."""
+def _guarded(compiler: Any, variable: Any, whole: set[Any]) -> Any:
+    """What a variable holds, with a guard on it.
+
+    Args:
+        whole: the sources of lists that are guarded as a whole are added here.
+    """
     if isinstance(variable, LazyVariableTracker):
         if variable.is_realized():
             variable = variable.unwrap()
         else:
             value = variable.peek_value()
             if _is_plain(value) and not _is_tracked(compiler, value):
-                source = variable.original_source()
-                install_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
-                # Where code of a region is used again, what it read is compared; torch 2.11 does not do that yet.
-                getattr(compiler.output.current_tracer, "traced_sources", set()).add(source)
+                _guard(compiler, variable.original_source())
                 return value
             variable = variable.realize()
+    if type(variable) is ConstantVariable:
+        return variable.value
     if _is_list(variable):
-        # Most items of a list that was looked at are constants; at a thousand names a call for each counts.
-        known = [item.unwrap() for item in variable.items]
-        return [
-            item.value if type(item) is ConstantVariable else _guarded(compiler, item) for item in known
-        ]
+        values = list(map(_constant, variable.items))
+        if (
+            variable.source is not None
+            and _PLAIN.issuperset(map(type, values))
+            and not compiler.output.side_effects.is_modified(variable)
+        ):
+            _guard(compiler, variable.source)
+            whole.add(variable.source)
+            return values
+        return [_guarded(compiler, item, whole) for item in variable.items]
     if isinstance(variable, SymNodeVariable):
         return variable.evaluate_expr()
     return variable.as_python_constant()
+
+
+def _constant(item: Any) -> Any:
+    """What an item of a list holds, as far as that can be told without a guard; else None."""
+    item = item.unwrap()
+    if type(item) is ConstantVariable:
+        return item.value
+    # The compiler's classes answer isinstance() in Python, which among thousands of names counts.
+    return item.peek_value() if issubclass(type(item), LazyVariableTracker) else None
+
+
+def _guard(compiler: Any, source: Any) -> None:
+    install_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
+    # Where code of a region is used again, what it read is compared; torch 2.11 does not do that yet.
+    getattr(compiler.output.current_tracer, "traced_sources", set()).add(source)
+
+
+def _drop_guards_of_items(compiler: Any, whole: set[Any]) -> None:
+    """Drop the guards on values of items of lists that have a guard as a whole, which implies them."""
+    guards = compiler.output.guards.inner
+    implied = [
+        guard
+        for guard in guards
+        if getattr(guard.originating_source, "base", None) in whole and guard.create_fn_name() in _ON_VALUES
+    ]
+    for guard in implied:
+        guards.discard(guard)
 
 
 def _is_list(variable: Any) -> bool:
