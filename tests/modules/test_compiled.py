@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.comptime import comptime
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.testing import CompileCounter
+from torch._guards import TracingContext
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_kt import regroup, regroup_as_dict
 from torchrec_kt.modules import _compiled
 
-from .helpers import GROUPS, LAYOUT, NAMES, OTHER_INPUTS, Kts, make_kts, module, reference, same, values_of
+from .helpers import (
+    GROUPS,
+    LAYOUT,
+    NAMES,
+    OTHER_INPUTS,
+    Kts,
+    Layout,
+    make_kts,
+    module,
+    reference,
+    same,
+    values_of,
+)
 
 Callee = Callable[[Kts, list[list[str]]], list[Tensor]]
 
@@ -94,16 +109,23 @@ WAYS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 # --- guards ----------------------------------------------------------------------------------------
 
 
-def many_keys(callee: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Guards on values, when 400 keys are regrouped."""
+def guards_on_values(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Takes down the guards on values that are built from here on."""
     found: list[Any] = []
     guard = GuardBuilder.EQUALS_MATCH
 
+    @functools.wraps(guard)
     def counting(self: Any, *arguments: Any, **options: Any) -> Any:
         found.append(arguments)
         return guard(self, *arguments, **options)
 
     monkeypatch.setattr(GuardBuilder, "EQUALS_MATCH", counting)
+    return found
+
+
+def many_keys(callee: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Guards on values, when 400 keys are regrouped."""
+    found = guards_on_values(monkeypatch)
     names = [f"k{i}" for i in range(400)]
     kts = make_kts([(names[:200], [2] * 200), (names[200:], [2] * 200)])
     groups = [names[::2], names[1::2]]
@@ -230,6 +252,117 @@ def test_lists_changed_in_place_between_calls(way: str, callee: str, monkeypatch
     assert same(call(kts, groups), reference(kts, groups))
     groups[0][:] = ["d", "b", "d"]
     assert same(call(kts, groups), reference(kts, groups))
+
+
+class Holding(nn.Module):
+    """Holds the lists of its KeyedTensors, and looks at them itself too."""
+
+    def __init__(self, callee: str, looks: str, layout: Layout = LAYOUT, groups: list[list[str]] = GROUPS):
+        super().__init__()
+        self.inner, self.looks = CALLEES[callee](), looks
+        self.names = [list(names) for names, _ in layout]
+        self.widths = [list(widths) for _, widths in layout]
+        self.groups = [list(group) for group in groups]
+
+    def look(self) -> int:
+        found = 0
+        if "names" in self.looks:
+            found += sum(n for row in self.names for n, name in enumerate(row) if name in ("b", "c"))
+        if "widths" in self.looks:
+            found += sum(n * width for row in self.widths for n, width in enumerate(row))
+        if "groups" in self.looks:
+            found += 100 * self.groups[0].index("a")
+        if "identity" in self.looks:
+            found += 1000 * (self.groups[0] is self.groups[-1]) + 10000 * (self.names[0] is self.groups[0])
+        return found
+
+    def forward(self, *values: Tensor) -> list[Tensor]:
+        before = self.look() if "before" in self.looks else 0
+        kts = [KeyedTensor(*parts) for parts in zip(self.names, self.widths, values)]
+        outs = self.inner(kts, self.groups)
+        after = self.look() if "after" in self.looks else 0
+        return [out + before + 2 * after for out in outs]
+
+
+HELD_CHANGES: dict[str, Callable[[Holding], None]] = {
+    "nothing": lambda model: None,
+    "equal lists": lambda model: setattr(model, "names", [list(row) for row in model.names]),
+    "names": lambda model: model.names[1].reverse(),
+    "names and widths": lambda model: (model.names[0].reverse(), model.widths[0].reverse()),  # pyright: ignore
+    "widths": lambda model: model.widths[0].reverse(),
+    "a group": lambda model: model.groups[0].reverse(),
+    "a longer group": lambda model: model.groups[0].append("d"),
+    "a new group": lambda model: model.groups.__setitem__(0, ["a", "d"]),
+    "groups made one": lambda model: model.groups.__setitem__(1, model.groups[0]),
+    "names for a group": lambda model: model.groups.__setitem__(0, model.names[0]),
+}
+
+
+@pytest.mark.parametrize("callee", CALLEES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "looks",
+    [
+        "not at all",
+        "before: names",
+        "before: widths",
+        "after: names, widths",
+        "before and after: groups",
+        "before: names, widths, groups, identity",
+    ],
+)
+def test_lists_that_a_model_holds(looks: str, way: str, callee: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    WAYS[way](monkeypatch)
+    model = Holding(callee, looks)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    values = values_of(make_kts())
+    with torch._dynamo.config.patch(recompile_limit=100):
+        for change in HELD_CHANGES.values():
+            change(model)
+            expected = model(*values)
+            for _ in range(2):
+                assert same(compiled(*values), expected)
+
+
+@pytest.mark.parametrize("callee", CALLEES)
+@pytest.mark.parametrize("looks", ["not at all", "before: names, widths, groups"])
+def test_lists_that_a_model_holds_have_one_guard(
+    looks: str, callee: str, monkeypatch: pytest.MonkeyPatch, looked_up: list[bool]
+) -> None:
+    layout = [([f"{c}{i}" for i in range(200)], [2] * 200) for c in "pq"]
+    layout[0][0][:2] = ["a", "b"]
+    names = layout[0][0] + layout[1][0]
+    model = Holding(callee, looks, layout, [names[::2], names[1::2]])
+    values = values_of(make_kts(layout))
+    guards = guards_on_values(monkeypatch)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert same(compiled(*values), model(*values))
+    assert len(guards) < 30
+    assert looked_up == [True]
+
+
+def no_guards(_: Any) -> None:
+    TracingContext.get().guards_context.skip_install = True
+
+
+def guards_again(_: Any) -> None:
+    TracingContext.get().guards_context.skip_install = False
+
+
+def test_no_guard_is_dropped_where_none_is_taken() -> None:
+    def regroup_without_guards(kts: Kts, groups: list[list[str]]) -> list[Tensor]:
+        comptime(no_guards)
+        outs = regroup(kts, groups)
+        comptime(guards_again)
+        return outs
+
+    model = Holding("regroup", "before: names")
+    model.inner = regroup_without_guards
+    values = values_of(make_kts())
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert same(compiled(*values), model(*values))
+    model.names[1].reverse()
+    assert same(compiled(*values), model(*values))
 
 
 CHANGES: dict[str, Callable[[KeyedTensor, list[str], list[list[str]]], None]] = {

@@ -104,8 +104,8 @@ def _guarded(compiler: Any, variable: Any, whole: set[Any]) -> Any:
             and _PLAIN.issuperset(map(type, values))
             and not compiler.output.side_effects.is_modified(variable)
         ):
-            _guard(compiler, variable.source)
-            whole.add(variable.source)
+            if _guard(compiler, variable.source):
+                whole.add(variable.source)
             return values
         return [_guarded(compiler, item, whole) for item in variable.items]
     if isinstance(variable, SymNodeVariable):
@@ -122,10 +122,13 @@ def _constant(item: Any) -> Any:
     return item.peek_value() if issubclass(type(item), LazyVariableTracker) else None
 
 
-def _guard(compiler: Any, source: Any) -> None:
-    install_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
+def _guard(compiler: Any, source: Any) -> bool:
+    """Guard a value as a whole; false where the compiler takes no guards at present."""
+    guard = source.make_guard(GuardBuilder.EQUALS_MATCH)
+    install_guard(guard)
     # Where code of a region is used again, what it read is compared; torch 2.11 does not do that yet.
     getattr(compiler.output.current_tracer, "traced_sources", set()).add(source)
+    return guard in compiler.output.guards.inner
 
 
 def _drop_guards_of_items(compiler: Any, whole: set[Any]) -> None:
