@@ -272,6 +272,8 @@ class Holding(nn.Module):
             found += sum(n * width for row in self.widths for n, width in enumerate(row))
         if "groups" in self.looks:
             found += 100 * self.groups[0].index("a")
+        if "lengths" in self.looks:
+            found += len(self.groups[0]) + len(self.groups[1])
         if "identity" in self.looks:
             found += 1000 * (self.groups[0] is self.groups[-1]) + 10000 * (self.names[0] is self.groups[0])
         return found
@@ -325,7 +327,7 @@ def test_lists_that_a_model_holds(looks: str, way: str, callee: str, monkeypatch
 
 
 @pytest.mark.parametrize("callee", CALLEES)
-@pytest.mark.parametrize("looks", ["not at all", "before: names, widths, groups"])
+@pytest.mark.parametrize("looks", ["not at all", "before: lengths", "before: names, widths, groups"])
 def test_lists_that_a_model_holds_have_one_guard(
     looks: str, callee: str, monkeypatch: pytest.MonkeyPatch, looked_up: list[bool]
 ) -> None:
@@ -339,6 +341,47 @@ def test_lists_that_a_model_holds_have_one_guard(
     assert same(compiled(*values), model(*values))
     assert len(guards) < 30
     assert looked_up == [True]
+
+
+class Name(str):
+    """Equal to a plain string, and not one."""
+
+
+@pytest.mark.parametrize("callee", CALLEES)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_type_of_an_item(way: str, callee: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    WAYS[way](monkeypatch)
+    inner = CALLEES[callee]()
+
+    def asking(kts: Kts, groups: list[list[str]]) -> list[Tensor]:
+        kind = 2 if isinstance(groups[0][0], Name) else 1
+        return [out * kind for out in inner(kts, groups)]
+
+    kts = make_kts()
+    compiled = torch.compile(asking, fullgraph=True, backend="eager")
+    for groups in (GROUPS, [[Name("a"), "c"], GROUPS[1]]):
+        assert same(compiled(kts, groups), asking(kts, groups))
+
+
+@pytest.mark.parametrize("callee", CALLEES)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_in_a_list_before_the_code_filled_it(
+    way: str, callee: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    WAYS[way](monkeypatch)
+    inner = CALLEES[callee]()
+
+    def filling(kts: Kts, group: list[str]) -> list[Tensor]:
+        group[0] = "a"
+        return inner(kts, [group, ["b"]])
+
+    kts, counter = make_kts(), CompileCounter()
+    compiled = torch.compile(filling, fullgraph=True, backend=counter)
+    for before in ("x", "y", "z"):
+        group = [before, "c"]
+        assert same(compiled(kts, group), reference(kts, [["a", "c"], ["b"]]))
+        assert group == ["a", "c"]
+    assert counter.frame_count == 1
 
 
 def no_guards(_: Any) -> None:
