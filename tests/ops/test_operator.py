@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo import compiled_autograd
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,7 +33,7 @@ from tests.reference import (
     regroup_reference,
 )
 from tests.transforms import TRANSFORMS, assert_same_transformed
-from torchrec_kt.ops import RegroupPlan, _native, has_cuda_kernel, regroup_values
+from torchrec_kt.ops import RegroupPlan, _native, has_cuda_kernel, operators, regroup_values
 from torchrec_kt.ops.moves import moves_beside
 
 LAYOUTS = [(["a", "b"], [3, 5]), (["c", "d"], [2, 4])]
@@ -426,6 +428,7 @@ def fake_samples() -> list[Any]:
     ]
 
 
+@pytest.mark.parametrize("beneath_the_mode", [True, False])
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
 @pytest.mark.parametrize(("first", "second", "groups", "key_dim", "dtype"), fake_samples())
 def test_fake(
@@ -435,8 +438,12 @@ def test_fake(
     key_dim: int,
     dtype: torch.dtype | None,
     device: str,
+    beneath_the_mode: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Shape, type and device of the real thing; no GPU is needed to ask."""
+    if not beneath_the_mode:
+        monkeypatch.setattr(operators, "_beneath", None)
     plan = build(groups)
     real = regroup(
         [torch.zeros(first), torch.zeros(second, dtype=torch.float16)],
@@ -445,16 +452,36 @@ def test_fake(
         key_dim,
         dtype,
     )
-    with FakeTensorMode():
+    with FakeTensorMode() as mode:
         moves = torch.empty(len(plan.column_map.moves), 5, dtype=torch.int32, device=device)
         values = [
             torch.empty(first, device=device),
             torch.empty(second, dtype=torch.float16, device=device),
         ]
         fakes = regroup(values, moves, plan.out_widths, key_dim, dtype)
-    assert all(isinstance(fake, FakeTensor) for fake in fakes)
+    assert all(isinstance(fake, FakeTensor) and fake.fake_mode is mode for fake in fakes)
     assert [(f.shape, f.dtype, f.stride()) for f in fakes] == [(r.shape, r.dtype, r.stride()) for r in real]
     assert all(fake.device.type == device for fake in fakes)
+
+
+def test_many_fake_outputs_with_a_symbolic_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has that batch, and none is a call of its own that the mode has to follow."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    context = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    value = mode.from_tensor(torch.empty(5, 50), source=ConstantSource("value"), symbolic_context=context)
+    dispatch, calls = FakeTensorMode.dispatch, []
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        return dispatch(*arguments, **options)
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", counting)
+    with mode:
+        moves = torch.empty(50, 5, dtype=torch.int32)
+        outs = regroup([value], moves, [1] * 50)
+    assert len(calls) < 10
+    assert [str(out.shape[0]) for out in outs] == [str(value.shape[0])] * 50
+    assert not str(value.shape[0]).isdigit()
 
 
 @pytest.mark.parametrize(("first", "second", "groups", "key_dim", "dtype"), fake_samples())
