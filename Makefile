@@ -17,7 +17,7 @@ demo-distributed: $(VENV)/.ready
 
 # Files in parallel; what a file sets up once, such as processes or a compiled library, stays its own.
 test: check
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

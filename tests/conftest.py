@@ -1,4 +1,4 @@
-"""What every test gets: a fixed seed, restored global state, one Hypothesis profile."""
+"""What every test gets: a fixed seed, restored global state, one Hypothesis profile; and the order of files."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ settings.register_profile(
 # New random examples in every run, and more of them: HYPOTHESIS_PROFILE=search
 settings.register_profile("search", settings.get_profile("suite"), max_examples=1000, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
+
+# Files go to whoever is free, in this order: those that take a minute or more must not come last.
+LONGEST = ("kernel", "distributed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.parent.name not in LONGEST)
 
 
 @pytest.fixture(autouse=True)

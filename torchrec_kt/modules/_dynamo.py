@@ -1,10 +1,10 @@
 """One guard for a list of names or widths, in place of one for each of its items.
 
 The compiler of ``torch.compile`` knows a list of an input item by item, and guards each item as soon as
-something looks at it, as the constructor of KeyedTensors does. At a thousand keys these guards are a good part of
-the time of a compilation, and every call checks them. Its hook ``comptime`` is meant for adding guards by hand, among other uses; what
-lies behind that hook may change with any release of torch. It is used here and, for constants of graphs,
-in :mod:`torchrec_kt.ops.moves`.
+something looks at it, as the constructor of KeyedTensors does. At a thousand keys these guards are a third of
+the time of a compilation, and every call checks them. The compiler's hook ``comptime`` is meant for adding
+guards by hand, among other uses; what lies behind that hook may change with any release of torch. It is used
+here and, for constants of graphs, in :mod:`torchrec_kt.ops.moves`.
 """
 
 from __future__ import annotations
