@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from enum import Enum, StrEnum
 from typing import Any
 
 import pytest
@@ -346,21 +347,62 @@ def test_lists_that_a_model_holds_have_one_guard(
 class Name(str):
     """Equal to a plain string, and not one."""
 
+    def upper(self) -> str:
+        return "another"
+
+
+class Key(StrEnum):
+    A = "a"
+
+
+def one_regroup(callee: Callee, kts: Kts, groups: list[list[str]]) -> list[Tensor]:
+    return callee(kts, groups)
+
+
+def two_regroups(callee: Callee, kts: Kts, groups: list[list[str]]) -> list[Tensor]:
+    return [*callee(kts, groups), *callee(kts, [["b"], groups[0]])]
+
+
+# What code makes of a name or a width, and what of the same value may make a difference to it.
+TYPE_USES: dict[str, tuple[Callable[[str, int], Any], str | int]] = {
+    "a subclass": (lambda name, width: isinstance(name, Name), Name("a")),
+    "a subclass, with its value": (lambda name, width: name == "a" and isinstance(name, Name), Name("a")),
+    "a method": (lambda name, width: len(name.upper()), Name("a")),
+    "an enum": (lambda name, width: name == "a" and isinstance(name, Enum), Key.A),
+    "text of an enum": (lambda name, width: len(f"{name}-"), Key.A),
+    "a flag": (lambda name, width: width == 1 and isinstance(width, bool), True),
+    "a tensor of a flag": (lambda name, width: (~torch.tensor(width)).long(), True),
+}
+
 
 @pytest.mark.parametrize("callee", CALLEES)
 @pytest.mark.parametrize("way", WAYS)
-def test_the_type_of_an_item(way: str, callee: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("regroups", [one_regroup, two_regroups])
+@pytest.mark.parametrize("use", TYPE_USES)
+def test_the_type_of_an_item(
+    use: str, regroups: Callable[..., list[Tensor]], way: str, callee: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal items of another type: what compiled code asked about them, it asks again."""
     WAYS[way](monkeypatch)
     inner = CALLEES[callee]()
+    look, other = TYPE_USES[use]
 
-    def asking(kts: Kts, groups: list[list[str]]) -> list[Tensor]:
-        kind = 2 if isinstance(groups[0][0], Name) else 1
-        return [out * kind for out in inner(kts, groups)]
+    def asking(values: Tensor, names: list[str], widths: list[int], groups: list[list[str]]) -> list[Tensor]:
+        kts = [KeyedTensor(names, widths, values)]
+        before = look(groups[0][0], widths[0]) + 2 * look(names[0], widths[0])
+        outs = regroups(inner, kts, groups)
+        return [out + before + 4 * look(groups[0][0], widths[0]) for out in outs]
 
-    kts = make_kts()
-    compiled = torch.compile(asking, fullgraph=True, backend="eager")
-    for groups in (GROUPS, [[Name("a"), "c"], GROUPS[1]]):
-        assert same(compiled(kts, groups), asking(kts, groups))
+    values = torch.randn(2, 4)
+    compiled = torch.compile(asking, backend="eager")
+    name, width = (other, 1) if isinstance(other, str) else ("a", other)
+    for names, widths, groups in (
+        (["a", "b"], [1, 3], [["a"], ["b"]]),
+        ([name, "b"], [width, 3], [["a"], ["b"]]),
+        (["a", "b"], [1, 3], [[name], ["b"]]),
+        (["a", "b"], [1, 3], [["a"], ["b"]]),
+    ):
+        assert same(compiled(values, names, widths, groups), asking(values, names, widths, groups))
 
 
 @pytest.mark.parametrize("callee", CALLEES)

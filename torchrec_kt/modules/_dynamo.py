@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torch._dynamo.comptime import ComptimeContext, comptime
-from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
@@ -92,7 +92,7 @@ def _guarded(compiler: Any, variable: Any, whole: set[Any]) -> Any:
         else:
             value = variable.peek_value()
             if _is_plain(value) and not _is_tracked(compiler, value):
-                _guard(compiler, variable.original_source())
+                _guard(compiler, variable.original_source(), GuardBuilder.EQUALS_MATCH)
                 return value
             variable = variable.realize()
     if type(variable) is ConstantVariable:
@@ -101,10 +101,10 @@ def _guarded(compiler: Any, variable: Any, whole: set[Any]) -> Any:
         values = list(map(_constant, variable.items))
         if (
             variable.source is not None
-            and _PLAIN.issuperset(map(type, values))
+            and _all_plain(values)
             and not compiler.output.side_effects.is_modified(variable)
         ):
-            if _guard(compiler, variable.source):
+            if _guard(compiler, variable.source, GuardBuilder.EQUALS_MATCH):
                 whole.add(variable.source)
             return values
         return [_guarded(compiler, item, whole) for item in variable.items]
@@ -122,9 +122,9 @@ def _constant(item: Any) -> Any:
     return item.peek_value() if issubclass(type(item), LazyVariableTracker) else None
 
 
-def _guard(compiler: Any, source: Any) -> bool:
+def _guard(compiler: Any, source: Any, kind: Any) -> bool:
     """Guard a value as a whole; false where the compiler takes no guards at present."""
-    guard = source.make_guard(GuardBuilder.EQUALS_MATCH)
+    guard = source.make_guard(kind)
     install_guard(guard)
     # Where code of a region is used again, what it read is compared; torch 2.11 does not do that yet.
     getattr(compiler.output.current_tracer, "traced_sources", set()).add(source)
@@ -132,15 +132,36 @@ def _guard(compiler: Any, source: Any) -> bool:
 
 
 def _drop_guards_of_items(compiler: Any, whole: set[Any]) -> None:
-    """Drop the guards on values of items of lists that have a guard as a whole, which implies them."""
+    """Drop the guards on values of items of lists that have a guard as a whole, which implies them.
+
+    Those compare types as well, which ``==`` does not: what is dropped had been looked at, perhaps for
+    being a string and not an enum. Equal items that are plain are of the same type.
+    """
     guards = compiler.output.guards.inner
-    implied = [
-        guard
-        for guard in guards
-        if getattr(guard.originating_source, "base", None) in whole and guard.create_fn_name() in _ON_VALUES
-    ]
-    for guard in implied:
-        guards.discard(guard)
+    implied: dict[Any, list[Any]] = {}
+    for guard in guards:
+        source = getattr(guard.originating_source, "base", None)
+        if source in whole and guard.create_fn_name() in _ON_VALUES:
+            implied.setdefault(source, []).append(guard)
+    for source, of_items in implied.items():
+        if _guard(compiler, source, EQUALS_MATCH):
+            for guard in of_items:
+                guards.discard(guard)
+
+
+def EQUALS_MATCH(builder: Any, guard: Any) -> None:
+    """Guard the items of a list as plain ones.
+
+    In addition to the compiler's guard of this name: by the name it finds what it has to know about a guard.
+    """
+    reason = f"{{*map(type, {builder.arg_ref(guard)})}} <= {{str, int}}"
+    builder.get_guard_manager(guard).add_lambda_guard(
+        _all_plain, get_verbose_code_parts(reason, guard), guard.user_stack
+    )
+
+
+def _all_plain(items: Any) -> bool:
+    return _PLAIN.issuperset(map(type, items))
 
 
 def _is_list(variable: Any) -> bool:
@@ -160,4 +181,4 @@ def _is_plain(value: Any) -> bool:
     """Whether equal values are interchangeable: names, integers, and lists of them."""
     if type(value) is not list:
         return type(value) in _PLAIN
-    return _PLAIN.issuperset(map(type, value)) or all(map(_is_plain, value))
+    return _all_plain(value) or all(map(_is_plain, value))
