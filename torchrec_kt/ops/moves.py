@@ -119,13 +119,31 @@ def hold_in_graph(context: Any, local: str, tensor: Tensor) -> None:
         context: what the compiler's hook, ``comptime``, is given.
         local: the name of the variable in the function that calls the hook.
     """
-    from torch._dynamo.source import ConstantSource
+    from torch._dynamo.source import ConstantSource, GlobalSource
+    from torch._dynamo.variables.base import VariableTracker
 
     compiler = compiler_behind(context)
+    if _in_region(compiler):
+        name = compiler.output.install_global_by_id("moves", tensor)
+        compiler.symbolic_locals[local] = VariableTracker.build(compiler, tensor, GlobalSource(name))
+        return
     name = f"moves_{len(compiler.output.nn_modules)}"
     compiler.symbolic_locals[local] = compiler.output.register_attr_or_module(
         tensor, name, source=ConstantSource(name)
     )
+
+
+def _in_region(compiler: Any) -> bool:
+    """Whether what is compiled now is a region that is compiled once for all its calls.
+
+    Graphs of those take nothing from outside but inputs, which they can find by a name of the caller.
+    """
+    tracer = compiler.output.current_tracer
+    while tracer is not None:
+        if tracer.source_target is torch.ops.higher_order.invoke_subgraph:
+            return True
+        tracer = tracer.parent
+    return False
 
 
 def _hold_moves(context: Any) -> None:
