@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.comptime import comptime
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.testing import CompileCounter
+from torch._dynamo.variables.base import VariableTracker
 from torch._guards import TracingContext
 from torch.utils._pytree import tree_leaves
 from torchrec.sparse.jagged_tensor import KeyedTensor
@@ -101,11 +102,23 @@ def failing_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_compiled.dynamo, "set_locals", fail)
 
 
+def failing_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tracker:
+        @staticmethod
+        def build(compiler: Any, value: Any) -> Any:
+            if type(value) is tuple:
+                raise AttributeError("something was renamed")
+            return VariableTracker.build(compiler, value)
+
+    monkeypatch.setattr(_compiled.dynamo, "VariableTracker", Tracker)
+
+
 WAYS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "in one step": lambda monkeypatch: None,
     "without the compiler's hook": no_dynamo,
     "with a hook that fails": failing,
     "with a hook that fails late": failing_late,
+    "with a hook that fails in between": failing_in_between,
 }
 
 

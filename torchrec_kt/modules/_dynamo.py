@@ -69,10 +69,10 @@ def constants(context: ComptimeContext, *names: str) -> list[Any]:
 
 
 def set_locals(context: ComptimeContext, **values: int | tuple[int, ...]) -> None:
-    """Give local variables of the function that is being compiled these constants."""
+    """Give local variables of the function that is being compiled these constants: all of them or none."""
     compiler = compiler_behind(context)
-    for name, value in values.items():
-        compiler.symbolic_locals[name] = VariableTracker.build(compiler, value)
+    built = {name: VariableTracker.build(compiler, value) for name, value in values.items()}
+    compiler.symbolic_locals.update(built)
 
 
 def _attribute(compiler: Any, variable: Any, name: str) -> Any:
