@@ -314,6 +314,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     names = [args.regroup, *(name for name in REGROUP_CHOICES if args.compare and name != args.regroup)]
     results = train({name: Trainer(data, name, device, args.seed) for name in names}, data, args)
+    dist.barrier()  # whoever left while others still read from it could end badly
     dist.destroy_process_group()
     if int(os.environ["RANK"]) == 0:
         print_results(results)
