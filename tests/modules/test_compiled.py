@@ -521,6 +521,14 @@ def test_a_group_changed_under_another_name(
         assert groups == expected
 
 
+def assert_same_gradients(outs: list[Tensor], expected: list[Tensor], values: list[Tensor]) -> None:
+    weights = [torch.randn_like(out) for out in outs]
+    got = torch.autograd.grad(outs, values, weights)
+    exact = torch.autograd.grad(expected, values, weights)
+    for a, b in zip(got, exact):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)  # sums of up to six terms, in another order
+
+
 class Pair(nn.Module):
     """Two modules with plans of their own, one of them used twice."""
 
@@ -549,83 +557,7 @@ def test_several_plans_in_one_graph(call: Callable[[], Any], backend: str) -> No
         ]
         outs = compiled(kts)
         assert same(outs, expected)
-        weights = [torch.randn_like(out) for out in outs]
-        got = torch.autograd.grad(outs, values_of(kts), weights)
-        exact = torch.autograd.grad(expected, values_of(kts), weights)
-        for a, b in zip(got, exact):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)  # sums of four terms, in another order
-
-
-# --- regions that are compiled once for all their calls ---------------------------------------------
-
-
-in_region: Any = torch.compiler.nested_compile_region
-
-
-@in_region
-def region(part: nn.Module, *values: Tensor) -> Any:
-    return part(*values)
-
-
-def in_tuple(outs: list[Tensor]) -> Any:
-    return tuple(outs)
-
-
-def in_dict(outs: list[Tensor]) -> Any:
-    return dict(enumerate(outs))
-
-
-def first(outs: list[Tensor]) -> Any:
-    return outs[0]
-
-
-def by_module(groups: list[list[str]]) -> Callable[[Kts], list[Tensor]]:
-    regroup_as_dict = module(groups)
-    return lambda kts: list(regroup_as_dict(kts).values())
-
-
-def by_plan(groups: list[list[str]]) -> Callable[[Kts], list[Tensor]]:
-    plan = RegroupPlan.build(LAYOUT, groups)
-    return lambda kts: regroup_values(values_of(kts), plan)
-
-
-class Part(nn.Module):
-    def __init__(self, inner: Callable[[Kts], list[Tensor]], result: Callable[[list[Tensor]], Any]) -> None:
-        super().__init__()
-        self.inner, self.result = inner, result
-
-    def forward(self, *values: Tensor) -> Any:
-        kts = [KeyedTensor(list(k), list(w), v) for (k, w), v in zip(LAYOUT, values)]
-        return self.result(self.inner(kts))
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("result", [in_tuple, in_dict, first])
-@pytest.mark.parametrize("way", [by_module, by_plan, lambda groups: lambda kts: regroup(kts, groups)])
-def test_regions(
-    way: Callable[[list[list[str]]], Any], result: Callable[[list[Tensor]], Any], backend: str
-) -> None:
-    """Two plans in turn, one of them twice: code is used again for the same groups only."""
-    order = [GROUPS, [["d"], ["b", "a"]], GROUPS]
-    parts = nn.ModuleList([Part(way(groups), result) for groups in order])
-
-    def call(*values: Tensor) -> list[Any]:
-        return [region(part, *values) for part in parts]
-
-    compiled = torch.compile(call, fullgraph=True, backend=backend)
-    for batch in (3, 5):
-        kts = make_kts(batch=batch, grad=True)
-        values = values_of(kts)
-        expected = tree_leaves([result(reference(kts, groups)) for groups in order])
-        outs = tree_leaves(compiled(*values))
-        assert same(outs, expected)
-        weights = [torch.randn_like(out) for out in outs]
-        for got, exact in zip(
-            torch.autograd.grad(outs, values, weights), torch.autograd.grad(expected, values, weights)
-        ):
-            torch.testing.assert_close(
-                got, exact, rtol=1e-6, atol=1e-6
-            )  # sums of up to six terms, in another order
+        assert_same_gradients(outs, expected, values_of(kts))
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -727,3 +659,69 @@ def test_many_compilations(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
         torch._dynamo.reset()
         assert same(torch.compile(call, fullgraph=True, backend="eager")(), expected)
     assert len(_compiled._numbered) <= 64
+
+
+# --- regions that are compiled once for all their calls ---------------------------------------------
+
+
+in_region: Any = torch.compiler.nested_compile_region
+
+
+@in_region
+def region(part: nn.Module, *values: Tensor) -> Any:
+    return part(*values)
+
+
+def in_tuple(outs: list[Tensor]) -> Any:
+    return tuple(outs)
+
+
+def in_dict(outs: list[Tensor]) -> Any:
+    return dict(enumerate(outs))
+
+
+def first(outs: list[Tensor]) -> Any:
+    return outs[0]
+
+
+def by_module(groups: list[list[str]]) -> Callable[[Kts], list[Tensor]]:
+    regroup_as_dict = module(groups)
+    return lambda kts: list(regroup_as_dict(kts).values())
+
+
+def by_plan(groups: list[list[str]]) -> Callable[[Kts], list[Tensor]]:
+    plan = RegroupPlan.build(LAYOUT, groups)
+    return lambda kts: regroup_values(values_of(kts), plan)
+
+
+class Part(nn.Module):
+    def __init__(self, inner: Callable[[Kts], list[Tensor]], result: Callable[[list[Tensor]], Any]) -> None:
+        super().__init__()
+        self.inner, self.result = inner, result
+
+    def forward(self, *values: Tensor) -> Any:
+        kts = [KeyedTensor(list(k), list(w), v) for (k, w), v in zip(LAYOUT, values)]
+        return self.result(self.inner(kts))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("result", [in_tuple, in_dict, first])
+@pytest.mark.parametrize("way", [by_module, by_plan, lambda groups: lambda kts: regroup(kts, groups)])
+def test_regions(
+    way: Callable[[list[list[str]]], Any], result: Callable[[list[Tensor]], Any], backend: str
+) -> None:
+    """Two plans in turn, one of them twice: code is used again for the same groups only."""
+    order = [GROUPS, [["d"], ["b", "a"]], GROUPS]
+    parts = nn.ModuleList([Part(way(groups), result) for groups in order])
+
+    def call(*values: Tensor) -> list[Any]:
+        return [region(part, *values) for part in parts]
+
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    for batch in (3, 5):
+        kts = make_kts(batch=batch, grad=True)
+        values = values_of(kts)
+        expected = tree_leaves([result(reference(kts, groups)) for groups in order])
+        outs = tree_leaves(compiled(*values))
+        assert same(outs, expected)
+        assert_same_gradients(outs, expected, values)

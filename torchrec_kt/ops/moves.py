@@ -113,7 +113,8 @@ def hold_in_graph(context: Any, local: str, tensor: Tensor) -> None:
 
     What a function marked as constant returns becomes one too, but under the name of that function, and
     of constants that share a name the compilers behind the first allow one in a graph: so these have names of
-    their own.
+    their own. In a region that is compiled once for all its calls, which takes nothing from outside but inputs,
+    it becomes an input that the caller finds under a global name.
 
     Args:
         context: what the compiler's hook, ``comptime``, is given.
@@ -134,10 +135,7 @@ def hold_in_graph(context: Any, local: str, tensor: Tensor) -> None:
 
 
 def _in_region(compiler: Any) -> bool:
-    """Whether what is compiled now is a region that is compiled once for all its calls.
-
-    Graphs of those take nothing from outside but inputs, which they can find by a name of the caller.
-    """
+    """Whether what is compiled now is inside of ``torch.compiler.nested_compile_region``."""
     tracer = compiler.output.current_tracer
     while tracer is not None:
         if tracer.source_target is torch.ops.higher_order.invoke_subgraph:
